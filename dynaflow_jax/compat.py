@@ -1,0 +1,208 @@
+"""Everything that depends on the JAX version or is private to JAX lives here, and nowhere else.
+
+`tests/test_compat.py` checks each of these against the installed version and fails loudly on a version that nobody
+has looked at yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+# Private, and with no public counterpart in any supported version: the name stack of an equation, and the context
+# that sets it while an equation is bound.
+from jax._src import source_info_util
+
+TESTED_VERSIONS = ("0.10", "0.11", "0.12")
+"""Versions of JAX, by minor release, whose private corners used here were checked by hand."""
+
+JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+
+Var = jex_core.Var
+DropVar = jex_core.DropVar
+Literal = jex_core.Literal
+JaxprEqn = jex_core.JaxprEqn
+Jaxpr = jex_core.Jaxpr
+ClosedJaxpr = jex_core.ClosedJaxpr
+Atom = Any  # Var | Literal; JAX exports no public union
+
+
+def is_literal(atom: Atom) -> bool:
+    """Whether an atom of a jaxpr is a constant written into the equation."""
+    return isinstance(atom, Literal)
+
+
+def is_dropped(var: Any) -> bool:
+    """Whether an output of an equation is discarded at once."""
+    return isinstance(var, DropVar)
+
+
+def new_var(aval: Any) -> Any:
+    """A variable that no other jaxpr holds."""
+    return _fresh_var(aval)
+
+
+def _fresh_var(aval: Any) -> Any:
+    try:
+        return Var(aval)
+    except TypeError:  # an older signature took a suffix first
+        return Var("", aval)  # type: ignore[call-arg]
+
+
+def consts_of(jaxpr: Any) -> tuple[Any, ...]:
+    """The values of a jaxpr's constant variables (JAX 0.11 keeps them on the jaxpr itself)."""
+    return tuple(getattr(jaxpr, "consts", ()))
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The jaxpr inside a closed one; since JAX 0.11 the two are one class."""
+    return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+
+
+def all_invars(jaxpr: Any) -> tuple[Any, ...]:
+    """Constant variables, then inputs."""
+    inner = open_jaxpr(jaxpr)
+    return (*inner.constvars, *inner.invars)
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an equation is a jaxpr, open or closed."""
+    return isinstance(value, (Jaxpr, ClosedJaxpr))
+
+
+def closed_jaxpr(
+    invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any], debug_name: str = "operator"
+) -> Any:
+    """A closed jaxpr without constants, of the given equations."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
+    debug = jex_core.DebugInfo(debug_name, f"dynaflow {debug_name}", None, None)
+    effects = {e for e in effects if not _is_input_effect(e)}
+    return ClosedJaxpr(Jaxpr((), list(invars), list(outvars), list(eqns), effects, debug), ())
+
+
+def _is_input_effect(effect: Any) -> bool:
+    return hasattr(effect, "input") or hasattr(effect, "input_index")
+
+
+def sub_jaxprs(eqn: Any) -> Iterator[tuple[str, Any]]:
+    """The jaxprs among an equation's parameters, with the parameter's name."""
+    for name, value in eqn.params.items():
+        if is_jaxpr(value):
+            yield name, value
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                if is_jaxpr(item):
+                    yield name, item
+
+
+def replace_eqn(eqn: Any, *, invars: Any = None, outvars: Any = None, params: Any = None, name_stack: Any = None) -> Any:
+    """A copy of an equation with some parts exchanged; what is not given stays."""
+    source = eqn.source_info if name_stack is None else eqn.source_info.replace(name_stack=name_stack)
+    return JaxprEqn(
+        list(eqn.invars if invars is None else invars),
+        list(eqn.outvars if outvars is None else outvars),
+        eqn.primitive,
+        eqn.params if params is None else params,
+        eqn.effects,
+        source,
+        eqn.ctx,
+    )
+
+
+def name_stack(eqn: Any) -> Any:
+    """The name stack of an equation, relative to the jaxpr that holds it; stacks add with ``+``."""
+    return eqn.source_info.name_stack
+
+
+def scopes(stack: Any) -> tuple[tuple[str, bool], ...]:
+    """A name stack as ``(name, is_transform)``, outermost first; transforms are ``jvp``, ``transpose``, ``vmap``..."""
+    return tuple((entry.name, isinstance(entry, source_info_util.Transform)) for entry in stack.stack)
+
+
+def empty_name_stack() -> Any:
+    """The name stack with nothing in it."""
+    return source_info_util.NameStack()
+
+
+def source_line(eqn: Any) -> str:
+    """``file:line (function)`` of the user's code that made an equation, or an empty string."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def bind(eqn: Any, *invals: Any) -> list[Any]:
+    """Evaluate one equation in the current trace, under its own name stack, mesh and configuration."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        out = eqn.primitive.bind(*invals, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+# -- values -------------------------------------------------------------------------------------------------------
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether a value belongs to a trace in progress, and so must not be kept."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def is_array(value: Any) -> bool:
+    """Whether a leaf is data: an array, a tracer or a ``ShapeDtypeStruct`` (a Python scalar is not)."""
+    return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+@contextlib.contextmanager
+def nothing() -> Iterator[None]:
+    """A context that does nothing."""
+    yield
+
+
+# -- traces -------------------------------------------------------------------------------------------------------
+
+_trace_key = jax.make_user_context(None)
+
+
+def distinct_trace(key: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which JAX keeps its caches of traced functions apart, by ``key``.
+
+    A jitted function inside the model that was traced without labels would be found in the cache and come back
+    without them.
+    """
+    return _trace_key(key)
+
+
+def eager() -> bool:
+    """Whether no trace is in progress in this thread."""
+    return jax.core.trace_state_clean() if hasattr(jax.core, "trace_state_clean") else _trace_state_clean()
+
+
+def _trace_state_clean() -> bool:
+    from jax._src import core
+
+    return core.trace_state_clean()
+
+
+_pjit_eqn: Any = None
+
+
+def call_jaxpr(jaxpr: Any, args: Sequence[Any], name: str) -> list[Any]:
+    """Call a closed jaxpr as a named function of the surrounding program: one function in the lowered module.
+
+    Two calls of the same jaxpr object share the function. Binding the equation that ``jax.jit`` would make spares
+    tracing the jaxpr again.
+    """
+    global _pjit_eqn
+    if _pjit_eqn is None:
+        _pjit_eqn = jax.make_jaxpr(jax.jit(lambda x: x))(np.float32(0)).eqns[0]
+    n_in, n_out = len(jaxpr.in_avals), len(jaxpr.out_avals)
+    params = dict(_pjit_eqn.params)
+    params.update(jaxpr=jaxpr, name=name, donated_invars=(False,) * n_in)
+    for key, count in (("in_shardings", n_in), ("in_layouts", n_in), ("out_shardings", n_out), ("out_layouts", n_out)):
+        params[key] = (params[key][0],) * count
+    params["ctx_mesh"] = jax.sharding.get_abstract_mesh()
+    return list(_pjit_eqn.primitive.bind(*args, **params))

@@ -1,0 +1,29 @@
+"""The errors of the library: each message names the culprit and the way out."""
+
+
+class DynaFlowError(Exception):
+    """Base class of every error that this library raises on purpose."""
+
+
+class RuleError(DynaFlowError):
+    """A partition rule is malformed, or asks for an operator that would cut through a dependency."""
+
+
+class RuleWarning(UserWarning):
+    """A partition rule, or a mark, had no effect on the operators."""
+
+
+class SplitError(DynaFlowError):
+    """The batch cannot be split as asked: sizes that do not add up, or an axis that does not divide or is not there."""
+
+
+class BatchMixingError(SplitError):
+    """Splitting would change the result, or nothing proves that it would not."""
+
+
+class ScheduleError(DynaFlowError):
+    """A strategy asked for something impossible: an operator twice, before its inputs, or never."""
+
+
+class PlanError(DynaFlowError):
+    """A plan does not fit the function it is applied to, or its JSON is damaged."""
