@@ -7,16 +7,17 @@ has looked at yet.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex_core
 
 # Private, and with no public counterpart in any supported version: the name stack of an equation, and the context
 # that sets it while an equation is bound.
 from jax._src import source_info_util
+from jax.extend import core as jex_core
 
 TESTED_VERSIONS = ("0.10", "0.11", "0.12")
 """Versions of JAX, by minor release, whose private corners used here were checked by hand."""
@@ -100,7 +101,9 @@ def sub_jaxprs(eqn: Any) -> Iterator[tuple[str, Any]]:
                     yield name, item
 
 
-def replace_eqn(eqn: Any, *, invars: Any = None, outvars: Any = None, params: Any = None, name_stack: Any = None) -> Any:
+def replace_eqn(
+    eqn: Any, *, invars: Any = None, outvars: Any = None, params: Any = None, name_stack: Any = None
+) -> Any:
     """A copy of an equation with some parts exchanged; what is not given stays."""
     source = eqn.source_info if name_stack is None else eqn.source_info.replace(name_stack=name_stack)
     return JaxprEqn(
@@ -206,3 +209,37 @@ def call_jaxpr(jaxpr: Any, args: Sequence[Any], name: str) -> list[Any]:
         params[key] = (params[key][0],) * count
     params["ctx_mesh"] = jax.sharding.get_abstract_mesh()
     return list(_pjit_eqn.primitive.bind(*args, **params))
+
+
+def function_name(jaxpr: Any) -> str | None:
+    """The name of the Python function that a jaxpr was traced from."""
+    debug = getattr(open_jaxpr(jaxpr), "debug_info", None)
+    source = getattr(debug, "func_src_info", None)
+    return source.split(" ")[0] if isinstance(source, str) and source else None
+
+
+def scan_partition(eqn: Any) -> tuple[int, int]:
+    """How many of a ``scan``'s inputs are constants, and how many carries follow them."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # since JAX 0.11
+    return len(consts), len(carry)
+
+
+def region_params(eqn: Any, body: Any, extra: int) -> dict[str, Any]:
+    """Parameters of a ``scan`` or ``shard_map`` whose body is replaced and takes ``extra`` more inputs, in front."""
+    params = dict(eqn.params)
+    jaxpr = closed_jaxpr(body.invars, body.outvars, body.eqns, eqn.primitive.name)
+    if eqn.primitive.name == "shard_map":
+        params["jaxpr"] = open_jaxpr(jaxpr)
+        params["in_specs"] = (jax.sharding.PartitionSpec(),) * extra + tuple(params["in_specs"])
+        return params
+    params["jaxpr"] = jaxpr
+    num_consts, _ = scan_partition(eqn)
+    if "num_consts" in params:
+        params["num_consts"] = num_consts + extra
+    elif extra:
+        flat_tree = sys.modules[type(params["ft_in"]).__module__]
+        _, carry, xs = params["ft_in"].unpack()
+        params["ft_in"] = flat_tree.pack((flat_tree.nones(num_consts + extra), carry, xs))
+    return params

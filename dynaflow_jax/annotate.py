@@ -1,0 +1,419 @@
+"""Saying where the operators are: ``mark`` in the model, or partition rules from outside.
+
+A label rides on JAX's name stack, which survives ``jvp``, ``transpose``, ``vmap``, ``remat``, ``scan`` and inlining,
+so the backward pass of an annotated layer is annotated too. Outside a ``dynaflow`` trace a mark is an ordinary
+``jax.named_scope``: a model with marks runs, and profiles, as it did without them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import re
+import sys
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import jax
+
+from dynaflow_jax import compat
+from dynaflow_jax.errors import RuleError
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# What may stand in a name without quoting: everything that neither this encoding nor the name stack gives a meaning.
+_SAFE = " /._-+*()[]<>:=~!?&^$@,|"
+_LABEL = re.compile(r"df:(?P<name>[^{}#]*)\{(?P<tags>[^{}#]*)\}#(?P<instance>\d+)(?:r(?P<rule>\d+))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Label:
+    """One entry into a marked piece of the model.
+
+    Attributes:
+      name: the operator's name.
+      tags: its tags.
+      instance: tells two entries of the same mark apart within a trace.
+      rule: index of the rule that made the label, or ``None`` for a ``mark``.
+    """
+
+    name: str
+    tags: frozenset[str]
+    instance: int
+    rule: int | None = None
+
+    def encode(self) -> str:
+        """The label as a scope of the name stack."""
+        tags = ",".join(urllib.parse.quote(tag, safe=_SAFE.replace(",", "")) for tag in sorted(self.tags))
+        origin = "" if self.rule is None else f"r{self.rule}"
+        return f"df:{urllib.parse.quote(self.name, safe=_SAFE)}{{{tags}}}#{self.instance}{origin}"
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def decode(scope: str) -> Label | None:
+        """The label that a scope encodes, or ``None`` for a scope of the user's own."""
+        if not (match := _LABEL.fullmatch(scope)):
+            return None
+        tags = frozenset(urllib.parse.unquote(tag) for tag in match["tags"].split(",") if tag)
+        rule = None if match["rule"] is None else int(match["rule"])
+        return Label(urllib.parse.unquote(match["name"]), tags, int(match["instance"]), rule)
+
+
+def _check_name(name: Any, what: str) -> str:
+    if not isinstance(name, str) or not name.strip():
+        raise RuleError(f"{what} needs a name: a non-empty string, not {name!r}.")
+    return name
+
+
+def _check_tags(tags: Iterable[str] | str, what: str) -> frozenset[str]:
+    tags = frozenset((tags,) if isinstance(tags, str) else tags)
+    if bad := [tag for tag in tags if not isinstance(tag, str) or not tag]:
+        raise RuleError(f"{what}: tags are non-empty strings, not {bad[0]!r}.")
+    return tags
+
+
+class mark:
+    """Marks a piece of the model as an operator of its own: a context manager, and a decorator.
+
+    Each entry is one operator (a loop that enters the same mark three times makes three). Where marks are nested the
+    innermost one wins, and the outer operator is what remains. As a decorator it goes on functions, Flax Linen
+    methods (above or below ``nn.compact``) and Flax NNX methods.
+
+    Example::
+
+        with df.mark("attention", tags={"compute"}):
+            y = attention(x)
+
+        @df.mark("ffn")
+        def ffn(x): ...
+
+    Args:
+      name: the operator's name.
+      tags: words that a strategy can ask for, such as ``"compute"`` or ``"network"``.
+    """
+
+    def __init__(self, name: str, tags: Iterable[str] | str = ()):
+        self.name = _check_name(name, "df.mark")
+        self.tags = _check_tags(tags, f"df.mark({name!r})")
+        self._open = threading.local()
+
+    def __enter__(self) -> mark:
+        scope = _scope(self.name, self.tags, None)
+        scope.__enter__()
+        # A stack, so that one mark object may be entered again inside itself, and by several threads.
+        self._open.__dict__.setdefault("scopes", []).append(scope)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._open.scopes.pop().__exit__(*exc)
+
+    def __call__(self, fun: _F) -> _F:
+        """Marks every call of ``fun``."""
+        if isinstance(fun, type) or not callable(fun):
+            raise RuleError(
+                f"df.mark({self.name!r}) decorates functions and methods, not {fun!r}; "
+                "to make every call of a module class an operator, pass rules=[df.SplitModule(TheClass)] to dynaflow."
+            )
+
+        @functools.wraps(fun)
+        def marked(*args, **kwargs):
+            with _scope(self.name, self.tags, None):
+                return fun(*args, **kwargs)
+
+        return marked  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        return f"mark({self.name!r}, tags={sorted(self.tags)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitModule:
+    r"""A rule: every call of a matching module is an operator.
+
+    Attributes:
+      target: a class (Flax Linen, Flax NNX, or any class whose instances are called; subclasses match too), or a
+        regular expression that must match a module's path or its last components: ``r"layers_\d+/mlp"`` matches
+        the Linen and NNX modules ``layers_3/mlp`` and ``decoder/layers_3/mlp``.
+      name: the operator's name; by default the last component of the module's path.
+      tags: the operator's tags.
+    """
+
+    target: type | str
+    name: str | None = None
+    tags: frozenset[str] = frozenset()
+
+    def __init__(self, target: type | str, *, name: str | None = None, tags: Iterable[str] | str = ()):
+        if not isinstance(target, (type, str)):
+            raise RuleError(f"df.SplitModule takes a class or a path pattern, not {target!r}.")
+        if isinstance(target, str):
+            try:
+                re.compile(target)
+            except re.error as error:
+                raise RuleError(f"df.SplitModule({target!r}) is not a regular expression: {error}.") from None
+        object.__setattr__(self, "target", target)
+        object.__setattr__(self, "name", None if name is None else _check_name(name, "df.SplitModule"))
+        object.__setattr__(self, "tags", _check_tags(tags, repr(self)))
+
+    def matches(self, module: Any, path: str) -> bool:
+        """Whether a module at ``path`` (components joined by ``/``) is meant."""
+        if isinstance(self.target, type):
+            return isinstance(module, self.target)
+        return bool(path) and _path_pattern(self.target).fullmatch(path) is not None
+
+    def __repr__(self) -> str:
+        target = self.target.__name__ if isinstance(self.target, type) else repr(self.target)
+        return f"SplitModule({target})"
+
+
+@functools.lru_cache(maxsize=256)
+def _path_pattern(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(?:.*/)?(?:{pattern})", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitFunc:
+    """A rule: every use of a primitive, or call of a named function, is an operator.
+
+    Attributes:
+      target: the name of a JAX primitive (``"psum"``, ``"dot_general"``), of a function under ``jax.jit``,
+        ``jax.custom_vjp``, ``jax.custom_jvp`` or ``jax.remat``, of a ``jax.named_scope``; or such a function itself.
+        Primitives that JAX renamed between versions match by their old and their new name.
+      name: the operator's name; by default the target's.
+      tags: the operator's tags.
+    """
+
+    target: str
+    name: str | None = None
+    tags: frozenset[str] = frozenset()
+
+    def __init__(self, target: str | Callable[..., Any], *, name: str | None = None, tags: Iterable[str] | str = ()):
+        found = target if isinstance(target, str) else getattr(target, "__name__", None)
+        if not isinstance(found, str) or not found:
+            raise RuleError(f"df.SplitFunc takes the name of a primitive or function, or a function, not {target!r}.")
+        object.__setattr__(self, "target", found)
+        object.__setattr__(self, "name", None if name is None else _check_name(name, "df.SplitFunc"))
+        object.__setattr__(self, "tags", _check_tags(tags, repr(self)))
+
+    def __repr__(self) -> str:
+        return f"SplitFunc({self.target!r})"
+
+
+Rule = SplitModule | SplitFunc | tuple[SplitModule | SplitFunc, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Partition rules in the form the cutter uses.
+
+    Attributes:
+      atoms: the single rules, those inside tuples too; a label's ``rule`` is an index into them.
+      sequences: for each tuple rule, the indices of its members.
+    """
+
+    atoms: tuple[SplitModule | SplitFunc, ...]
+    sequences: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(rules: Iterable[Rule]) -> Rules:
+        """Checks the user's rules."""
+        if isinstance(rules, (SplitModule, SplitFunc)):
+            rules = (rules,)
+        atoms: list[SplitModule | SplitFunc] = []
+        sequences: list[tuple[int, ...]] = []
+        for rule in rules:
+            members = rule if isinstance(rule, tuple) else (rule,)
+            for member in members:
+                if not isinstance(member, (SplitModule, SplitFunc)):
+                    raise RuleError(f"A rule is a df.SplitModule, a df.SplitFunc or a tuple of them, not {member!r}.")
+            if len(members) > 1:
+                sequences.append(tuple(range(len(atoms), len(atoms) + len(members))))
+            elif not members:
+                raise RuleError("An empty tuple is not a rule: name the neighbours that form one operator.")
+            atoms.extend(members)
+        return Rules(tuple(atoms), tuple(sequences))
+
+    @property
+    def modules(self) -> tuple[tuple[int, SplitModule], ...]:
+        """The module rules with their indices."""
+        return tuple((i, rule) for i, rule in enumerate(self.atoms) if isinstance(rule, SplitModule))
+
+
+# -- labelling while a function is traced --------------------------------------------------------------------------
+
+
+class _Tracing(threading.local):
+    """What a thread is tracing for ``dynaflow``, if anything."""
+
+    counter: Iterator[int] | None = None
+    rules: Rules | None = None
+    modules: tuple[tuple[Any, str], ...] = ()  # the modules whose calls are under way, with their paths
+
+
+_tracing = _Tracing()
+
+
+def _scope(name: str, tags: frozenset[str], rule: int | None) -> contextlib.AbstractContextManager[Any]:
+    if _tracing.counter is None:
+        return jax.named_scope(name)
+    return jax.named_scope(Label(name, tags, next(_tracing.counter), rule).encode())
+
+
+@contextlib.contextmanager
+def labelling(rules: Rules) -> Iterator[None]:
+    """While this is open, marks write labels in this thread, and calls of modules that a rule names are labelled."""
+    outer = (_tracing.counter, _tracing.rules, _tracing.modules)
+    _tracing.counter, _tracing.rules, _tracing.modules = itertools.count(), rules, ()
+    try:
+        with contextlib.ExitStack() as stack:
+            # Every new thread of labels needs its own entries in JAX's caches of traced functions.
+            stack.enter_context(compat.distinct_trace(("dynaflow", rules)))
+            if rules.modules:
+                _intercept_linen(stack)
+                _intercept_calls(stack, rules)
+            yield
+    finally:
+        _tracing.counter, _tracing.rules, _tracing.modules = outer
+
+
+def _call_labelled(module: Any, path: str, call: Callable[[], Any], scope: str | None = None) -> Any:
+    """Calls a module, under a label if a rule names it."""
+    if any(module is active for active, _ in _tracing.modules):  # e.g. super().__call__: the same operator
+        return call()
+    outer = _tracing.modules
+    _tracing.modules = (*outer, (module, path))
+    try:
+        for index, rule in _tracing.rules.modules if _tracing.rules else ():
+            if rule.matches(module, path):
+                name = rule.name or path.rpartition("/")[2] or type(module).__name__
+                with contextlib.ExitStack() as stack:
+                    if scope:
+                        stack.enter_context(jax.named_scope(scope))
+                    stack.enter_context(_scope(name, rule.tags, index))
+                    return call()
+        return call()
+    finally:
+        _tracing.modules = outer
+
+
+def _intercept_linen(stack: contextlib.ExitStack) -> None:
+    """Has Flax Linen tell of every method call."""
+    if "flax.linen" not in sys.modules:  # no Linen module can exist
+        return
+    import flax.linen as nn
+
+    def interceptor(next_fun, args, kwargs, context):
+        module = context.module
+        if _tracing.counter is None or context.method_name == "setup" or _is_lifted(module, context.method_name):
+            return next_fun(*args, **kwargs)
+        return _call_labelled(module, "/".join(module.path), lambda: next_fun(*args, **kwargs))
+
+    stack.enter_context(nn.intercept_methods(interceptor))
+
+
+def _is_lifted(module: Any, method_name: str) -> bool:
+    # nn.remat, nn.scan and their like wrap the class; the call of the wrapper is not the module's own.
+    return method_name == "<lambda>"
+
+
+_patch_lock = threading.Lock()
+_patched: dict[type, tuple[int, Any]] = {}
+
+
+def _intercept_calls(stack: contextlib.ExitStack, rules: Rules) -> None:
+    """Wraps ``__call__`` of the classes that rules name, for modules whose library tells nobody of its calls."""
+    roots = {rule.target for _, rule in rules.modules if isinstance(rule.target, type)}
+    if "flax.nnx" in sys.modules:
+        from flax import nnx
+
+        if any(isinstance(rule.target, str) for _, rule in rules.modules) or any(
+            issubclass(root, nnx.Module) for root in roots
+        ):
+            roots.add(nnx.Module)  # parents too, since a module's path is found from its callers
+    for cls in _with_subclasses(roots):
+        if "__call__" in vars(cls) and not _is_linen(cls):
+            _patch(cls)
+            stack.callback(_unpatch, cls)
+
+
+def _with_subclasses(roots: Iterable[type]) -> list[type]:
+    found: dict[type, None] = {}
+    pending = list(roots)
+    while pending:
+        cls = pending.pop()
+        if cls not in found:
+            found[cls] = None
+            pending.extend(type.__subclasses__(cls))
+    return list(found)
+
+
+def _is_linen(cls: type) -> bool:
+    return "flax.linen" in sys.modules and issubclass(cls, sys.modules["flax.linen"].Module)
+
+
+def _patch(cls: type) -> None:
+    with _patch_lock:
+        count, original = _patched.get(cls, (0, vars(cls)["__call__"]))
+        _patched[cls] = (count + 1, original)
+        if count:
+            return
+
+        @functools.wraps(original)
+        def call(self, *args, **kwargs):
+            run = functools.partial(original, self, *args, **kwargs)
+            if _tracing.counter is None:  # another thread traces, not this one
+                return run()
+            path = _attribute_path(self)
+            return _call_labelled(self, path, run, scope=path.rpartition("/")[0])
+
+        type.__setattr__(cls, "__call__", call)
+
+
+def _unpatch(cls: type) -> None:
+    with _patch_lock:
+        count, original = _patched[cls]
+        if count > 1:
+            _patched[cls] = (count - 1, original)
+        else:
+            del _patched[cls]
+            type.__setattr__(cls, "__call__", original)
+
+
+def _attribute_path(module: Any) -> str:
+    """Where a module sits below the modules that are calling it; the outermost one has the empty path."""
+    for caller, base in reversed(_tracing.modules):
+        if (steps := _find(caller, module)) is not None:
+            return "/".join((base, *steps) if base else steps)
+    return ""
+
+
+def _find(root: Any, target: Any, depth: int = 4) -> tuple[str, ...] | None:
+    """The attribute names and indices that lead from ``root`` to ``target``, breadth first."""
+    level: list[tuple[tuple[str, ...], Any]] = [((), root)]
+    for _ in range(depth):
+        following = []
+        for steps, node in level:
+            for key, child in _children(node):
+                if child is target:
+                    return (*steps, key)
+                following.append(((*steps, key), child))
+        level = following
+    return None
+
+
+def _children(node: Any) -> list[tuple[str, Any]]:
+    if isinstance(node, dict):
+        return [(str(key), child) for key, child in node.items()]
+    if isinstance(node, (list, tuple)):
+        return [(str(i), child) for i, child in enumerate(node)]
+    if hasattr(node, "__iter__") and hasattr(node, "__len__") and type(node).__name__ in ("List", "Sequential"):
+        return [(str(i), child) for i, child in enumerate(node)]
+    names = getattr(node, "__dict__", {})
+    return [(key, child) for key, child in names.items() if not key.startswith("_") and not _is_leaf(child)]
+
+
+def _is_leaf(value: Any) -> bool:
+    return value is None or isinstance(value, (str, bytes, int, float, type)) or compat.is_array(value)

@@ -1,0 +1,141 @@
+"""Splitting values into micro-batches and joining them again.
+
+A batch that is sharded over ``shards`` devices is split within every shard: each micro-batch takes the same share of
+each, so rows never move between devices. Consecutive global rows would put whole micro-batches on one device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dynaflow_jax.batch.state import ONE, Invariant, N, Rows, Scale, State, Total, is_zero
+from dynaflow_jax.errors import SplitError
+
+
+def check_sizes(sizes: Any, batch_size: int, shards: int, strategy: str) -> tuple[int, ...]:
+    """The sizes of the micro-batches that a strategy asks for, checked."""
+    try:
+        sizes = tuple(int(size) if int(size) == size else None for size in sizes)
+    except TypeError:
+        sizes = (None,)
+    if not sizes or any(size is None or size < 1 for size in sizes):
+        raise SplitError(f"{strategy}.split must return positive sizes of micro-batches, such as [4, 4].")
+    if sum(sizes) != batch_size:
+        raise SplitError(
+            f"{strategy}.split returned {list(sizes)}, which adds up to {sum(sizes)}; the batch has {batch_size} rows."
+        )
+    if bad := [size for size in sizes if size % shards]:
+        raise SplitError(
+            f"{strategy}.split returned {list(sizes)}, but the batch is sharded over {shards} devices and is split "
+            f"within every shard: each size must be a multiple of {shards}, and {bad[0]} is not."
+        )
+    return sizes
+
+
+def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Where each micro-batch starts."""
+    return tuple(itertools.accumulate(sizes, initial=0))[:-1]
+
+
+def take(value: Any, rows: Rows, batch_size: int, offset: int, size: int, shards: int = 1) -> Any:
+    """The rows ``offset : offset + size`` of a value (of every shard, the corresponding share of them)."""
+    axis, outer, inner = rows.axis, rows.outer, rows.inner
+    if outer == 1 and shards == 1:
+        return jax.lax.slice_in_dim(value, offset * inner, (offset + size) * inner, axis=axis)
+    shape = value.shape
+    blocks = (outer, shards, batch_size // shards, inner)
+    blocked = jnp.reshape(value, (*shape[:axis], *blocks, *shape[axis + 1 :]))
+    part = jax.lax.slice_in_dim(blocked, offset // shards, (offset + size) // shards, axis=axis + 2)
+    return jnp.reshape(part, (*shape[:axis], outer * size * inner, *shape[axis + 1 :]))
+
+
+def join(parts: Sequence[Any], rows: Rows, sizes: Sequence[int], shards: int = 1) -> Any:
+    """The rows of several micro-batches as one value; the inverse of ``take``."""
+    if len(parts) == 1:
+        return parts[0]
+    axis, outer, inner = rows.axis, rows.outer, rows.inner
+    if outer == 1 and shards == 1:
+        return jax.lax.concatenate(parts, axis)
+    shape = parts[0].shape
+    blocked = [
+        jnp.reshape(part, (*shape[:axis], outer, shards, size // shards, inner, *shape[axis + 1 :]))
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+    whole = jax.lax.concatenate(blocked, axis + 2)
+    return jnp.reshape(whole, (*shape[:axis], outer * sum(sizes) * inner, *shape[axis + 1 :]))
+
+
+# -- values between operators, when some run on several micro-batches at once --------------------------------------
+
+
+def merge_problem(state: State, aval: Any) -> str | None:
+    """Why a value cannot be joined over micro-batches for a merged operator; ``None`` if it can."""
+    if not isinstance(state, (Invariant, Rows, Total)):
+        return f"is {state}"
+    scale = getattr(state, "scale", ONE)
+    if not is_zero(state) and any(symbol != N for symbol, _ in scale):
+        return f"is {state}, a scale that each micro-batch has its own"
+    if (isinstance(state, Total) or scale) and not jnp.issubdtype(aval.dtype, jnp.inexact):
+        return f"is {state}, of whole numbers"
+    return None
+
+
+def merge(parts: Sequence[Any], state: State, sizes: Sequence[int]) -> Any:
+    """What an operator on the joined batch reads, from what each micro-batch has.
+
+    A value that carries a power of the number of rows (the cotangents of a mean, say) is rescaled to the joined
+    number; partial sums are added.
+    """
+    joined = sum(sizes)
+    degree = _degree(getattr(state, "scale", ONE))
+    scaled = [_scale(part, joined / size, degree) for part, size in zip(parts, sizes, strict=True)]
+    if isinstance(state, Rows):
+        return join(scaled, state, sizes)
+    if isinstance(state, Total):
+        total = scaled[0]
+        for part in scaled[1:]:
+            total = total + part
+        return total
+    return scaled[0]
+
+
+def unmerge(value: Any, state: State, sizes: Sequence[int]) -> list[Any]:
+    """What each micro-batch goes on with, from the result of an operator on the joined batch."""
+    joined = sum(sizes)
+    degree = _degree(getattr(state, "scale", ONE))
+    parts = []
+    for offset, size in zip(offsets(sizes), sizes, strict=True):
+        part = take(value, state, joined, offset, size) if isinstance(state, Rows) else value
+        # Of a sum each micro-batch gets its share by rows: any shares will do that add up, and these make the
+        # mean of the micro-batches' means the mean.
+        parts.append(_scale(part, size / joined, degree + isinstance(state, Total)))
+    return parts
+
+
+def _degree(scale: Scale) -> int:
+    return dict(scale).get(N, 0)
+
+
+def _scale(value: Any, ratio: float, degree: int) -> Any:
+    return value if degree == 0 or ratio == 1 else value * jnp.asarray(ratio**degree, value.dtype)
+
+
+# -- outputs -------------------------------------------------------------------------------------------------------
+
+
+def mean(parts: Sequence[Any], weights: Sequence[Any]) -> Any:
+    """The mean of the parts, weighted; numbers that are not inexact keep their type."""
+    total = sum(weights[1:], start=weights[0])
+    return sum(
+        (part * jnp.asarray(weight / total, _inexact(part)) for part, weight in zip(parts, weights, strict=True)),
+        start=jnp.zeros((), _inexact(parts[0])),
+    ).astype(parts[0].dtype)
+
+
+def _inexact(value: Any) -> Any:
+    return value.dtype if jnp.issubdtype(value.dtype, jnp.inexact) else jnp.float32

@@ -1,0 +1,375 @@
+"""Opening nested calls as far as a boundary lies inside them, so that one flat program holds all that is to be cut.
+
+Calls (``jit``, ``remat``, ``custom_vjp``, ...) without a boundary inside stay single equations. Loops and
+``shard_map`` with one inside become *regions*: one equation whose body is a program to be scheduled in turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from dynaflow_jax import compat
+from dynaflow_jax.annotate import Label, Rules, SplitFunc
+from dynaflow_jax.cost import COLLECTIVES
+from dynaflow_jax.program import Program
+
+REGIONS = frozenset({"scan", "shard_map"})
+_CALLS = frozenset(
+    "jit pjit closed_call core_call remat remat2 checkpoint "
+    "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
+)
+_REMAT = frozenset({"remat", "remat2", "checkpoint"})
+# Opening these loses something that differentiating the result from outside would need.
+_CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}) | _REMAT
+DRAWS = frozenset({"random_bits", "random_split", "random_gamma", "threefry2x32", "rng_bit_generator"})
+"""Primitives that draw random numbers; what draws over the batch is drawn outside the micro-batches."""
+
+# Names under which versions of JAX know one primitive.
+_ALIASES = (
+    frozenset({"psum", "psum2", "psum_invariant"}),
+    frozenset({"all_gather", "all_gather_invariant"}),
+    frozenset({"psum_scatter", "reduce_scatter"}),
+    _REMAT,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where in the model an equation comes from.
+
+    Attributes:
+      key: tells operators apart: equal for equations that belong together, ``None`` outside every mark and rule.
+      label: the innermost label, if any.
+      path: the user's and the modules' own scopes around the label (around the equation if there is none).
+      phase: ``"forward"``, ``"backward"``, or ``"recompute"`` for what ``remat`` evaluates again.
+    """
+
+    key: Any
+    label: Label | None
+    path: tuple[str, ...]
+    phase: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """An equation and its place; ``body`` is set on regions, whose equation holds the body's jaxpr."""
+
+    eqn: Any
+    place: Place
+    body: Flat | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flat:
+    """A program whose boundaries all lie at its own level or in the bodies of its regions.
+
+    Attributes:
+      program: the equations.
+      nodes: the same equations with their places.
+      opened: names of the calls with derivative rules of their own (``custom_vjp``, ``remat``, ...) that were opened.
+      unopened: labels and rules inside ``while`` and ``cond``, where nothing can be scheduled.
+      shared: for a micro-batch, a program run once for all micro-batches: it draws random numbers for the whole batch.
+      draws: what the outputs of ``shared`` are for.
+    """
+
+    program: Program
+    nodes: tuple[Node, ...]
+    opened: tuple[str, ...] = ()
+    unopened: tuple[str, ...] = ()
+    shared: Flat | None = None
+    draws: tuple[Draw, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Draw:
+    """A value that every micro-batch takes its rows of.
+
+    Attributes:
+      part: the variable of the micro-batch's program that takes them.
+      full: the output of the shared program that holds all of them.
+      rows: the batch state that says along which axis.
+    """
+
+    part: Any
+    full: Any
+    rows: Any
+
+
+def inline(program: Program, constants: Sequence[Any], rules: Rules, *, draws: bool) -> tuple[Flat, tuple[Any, ...]]:
+    """Opens what has to be opened.
+
+    Args:
+      program: a traced program; its first inputs are ``constants``.
+      constants: their values.
+      rules: the partition rules.
+      draws: whether calls that draw random numbers are opened too.
+
+    Returns:
+      The flat program, whose leading inputs are its constants, and the values of those.
+    """
+    inliner = _Inliner(rules, draws)
+    flat = inliner.flat(program, ())
+    extra = tuple(inliner.hoisted.items())
+    invars = (*(var for _, (var, _) in extra), *flat.program.invars)
+    program = dataclasses.replace(flat.program, invars=invars)
+    return dataclasses.replace(flat, program=program), (*(value for _, (_, value) in extra), *constants)
+
+
+class _Inliner:
+    def __init__(self, rules: Rules, draws: bool):
+        self.rules = rules
+        self.draws = draws
+        self.funcs = [(i, rule) for i, rule in enumerate(rules.atoms) if isinstance(rule, SplitFunc)]
+        self.hoisted: dict[int, tuple[Any, Any]] = {}  # constants of nested jaxprs, as inputs of the program
+        self._boundary: dict[int, tuple[Any, bool]] = {}
+        self._places: dict[Any, Place] = {}
+        self.calls = 0
+
+    def flat(self, program: Program, scopes: tuple[Any, ...]) -> Flat:
+        """Opens a program whose surroundings have the given scopes."""
+        level = _Level(self, scopes)
+        level.run(program.eqns, {}, (), None)
+        eqns, outvars = _live(
+            level.nodes, [level.env.get(var, var) if not compat.is_literal(var) else var for var in program.outvars]
+        )
+        return Flat(
+            Program(program.invars, tuple(outvars), tuple(node.eqn for node in eqns)),
+            tuple(eqns),
+            tuple(dict.fromkeys(level.opened)),
+            tuple(dict.fromkeys(level.unopened)),
+        )
+
+    def has_boundary(self, jaxpr: Any) -> bool:
+        """Whether a label, a rule's target, a collective or (if asked for) a random draw lies inside a jaxpr."""
+        inner = compat.open_jaxpr(jaxpr)
+        if (known := self._boundary.get(id(inner))) is None:
+            known = (inner, any(self._is_boundary(eqn) for eqn in inner.eqns))
+            self._boundary[id(inner)] = known  # holding the jaxpr keeps its id from being used again
+        return known[1]
+
+    def _is_boundary(self, eqn: Any) -> bool:
+        name = eqn.primitive.name
+        if name in COLLECTIVES or (self.draws and name in DRAWS) or self.func_rule(eqn) is not None:
+            return True
+        place = self.place((), compat.scopes(compat.name_stack(eqn)))
+        return place.label is not None or any(self.has_boundary(body) for _, body in compat.sub_jaxprs(eqn))
+
+    def func_rule(self, eqn: Any) -> int | None:
+        """The rule that names this equation's primitive, or the function that it calls."""
+        for index, rule in self.funcs:
+            names = {eqn.primitive.name, _called_name(eqn)}
+            if rule.target in names or any(rule.target in alias and alias & names for alias in _ALIASES):
+                return index
+        return None
+
+    def place(self, outer: tuple[Any, ...], scopes: tuple[Any, ...]) -> Place:
+        """The place of an equation, from the scopes of the calls around it and its own."""
+        cached = self._places.get((outer, scopes))
+        if cached is None:
+            cached = self._places[outer, scopes] = self._place(outer + scopes)
+        return cached
+
+    def _place(self, scopes: tuple[Any, ...]) -> Place:
+        backward = any(name == "transpose" for name, is_transform in scopes if is_transform)
+        phase = "backward" if backward else "forward"
+        if backward and any(name == "rematted_computation" for name, _ in scopes):
+            phase = "recompute"
+        # Call sites stand among the scopes as integers: they tell two calls of one jaxpr apart.
+        for depth in range(len(scopes) - 1, -1, -1):
+            name, is_transform = scopes[depth]
+            if is_transform or not isinstance(name, str):
+                continue
+            label = Label.decode(name) if name.startswith("df:") else self._named(name)
+            if label is not None:
+                sites = tuple(entry for entry, _ in scopes[:depth] if isinstance(entry, int))
+                if label.rule is not None and not name.startswith("df:"):
+                    sites = (*sites, *(entry for entry, _ in scopes[:depth] if isinstance(entry, str)))
+                return Place((sites, name, phase), label, _plain(scopes[:depth]), phase)
+        return Place(None, None, _plain(scopes), phase)
+
+    def _named(self, scope: str) -> Label | None:
+        for index, rule in self.funcs:
+            if scope == rule.target:
+                return Label(rule.name or rule.target, rule.tags, 0, index)
+        return None
+
+
+_JAX_SCOPES = frozenset({"rematted_computation", "checkpoint", "while", "body", "cond", "closed_call"})
+
+
+def _plain(scopes: tuple[Any, ...]) -> tuple[str, ...]:
+    """The scopes that users and modules opened, without what JAX and this library add; repetitions once."""
+    path: list[str] = []
+    for name, is_transform in scopes:
+        own = is_transform or not isinstance(name, str) or name.startswith("df:") or name in _JAX_SCOPES
+        if not own and path[-1:] != [name]:
+            path.append(name)
+    return tuple(path)
+
+
+class _Level:
+    """The equations of one region, while they are being collected."""
+
+    def __init__(self, inliner: _Inliner, scopes: tuple[Any, ...]):
+        self.inliner = inliner
+        self.outer = scopes
+        self.env: dict[Any, Any] = {}
+        self.nodes: list[Node] = []
+        self.opened: list[str] = []
+        self.unopened: list[str] = []
+
+    def run(self, eqns: Sequence[Any], env: dict[Any, Any], scopes: tuple[Any, ...], stack: Any) -> None:
+        """Appends equations; ``env`` renames the variables of an opened jaxpr, ``stack`` is its caller's name stack."""
+        inliner, renames = self.inliner, stack is not None
+        for eqn in eqns:
+            own = compat.scopes(compat.name_stack(eqn))
+            bodies = [body for _, body in compat.sub_jaxprs(eqn)] if eqn.params else []
+            has_boundary = any(inliner.has_boundary(body) for body in bodies)
+            if renames:
+                invars = [var if compat.is_literal(var) else env.get(var, var) for var in eqn.invars]
+            else:
+                invars = [var if compat.is_literal(var) else self.env.get(var, var) for var in eqn.invars]
+            name = eqn.primitive.name
+            full_stack = stack + compat.name_stack(eqn) if renames else None
+            if has_boundary and name in _CALLS and len(bodies) >= 1 and _fits(bodies[0], eqn):
+                self._open(eqn, bodies[0], invars, env if renames else self.env, scopes + own, full_stack)
+                continue
+            outvars = eqn.outvars
+            if renames:
+                outvars = [compat.new_var(var.aval) if not compat.is_dropped(var) else var for var in eqn.outvars]
+                env.update((old, new) for old, new in zip(eqn.outvars, outvars, strict=True) if old is not new)
+            rule = inliner.func_rule(eqn) if inliner.funcs else None
+            place = inliner.place(self.outer + scopes, own)
+            if rule is not None:
+                target = inliner.rules.atoms[rule]
+                label = Label(target.name or target.target, target.tags, 0, rule)
+                place = Place(("func", len(self.nodes)), label, place.path, place.phase)
+            elif place.label is None and name in COLLECTIVES:
+                place = Place(("collective", len(self.nodes)), None, place.path, place.phase)
+            params, body = None, None
+            if has_boundary and name in REGIONS:
+                around = self.outer + scopes + own
+                params, invars, body = self._region(eqn, bodies[0], invars, around)
+                self.opened.extend(body.opened)
+                self.unopened.extend(body.unopened)
+                place = Place(("region", len(self.nodes)), place.label, place.path, place.phase)
+            elif has_boundary:
+                self.unopened.append(f"{name} at {compat.source_line(eqn) or 'an unknown line'}")
+            if renames or params is not None or any(a is not b for a, b in zip(invars, eqn.invars, strict=False)):
+                eqn = compat.replace_eqn(eqn, invars=invars, outvars=outvars, params=params, name_stack=full_stack)
+            self.nodes.append(Node(eqn, place, body))
+
+    def _open(self, eqn: Any, body: Any, invars: list[Any], env: dict[Any, Any], scopes: Any, stack: Any) -> None:
+        inner = compat.open_jaxpr(body)
+        name = eqn.primitive.name
+        stack = compat.name_stack(eqn) if stack is None else stack
+        if name in _CUSTOM_DERIVATIVE and not eqn.params.get("differentiated", False):
+            self.opened.append(_called_name(eqn) or name)
+        if name in _REMAT and eqn.params.get("differentiated") and _prevents_cse(eqn.params.get("prevent_cse", True)):
+            # What remat's own lowering does: without it the compiler would find the first computation and keep it.
+            invars = self._emit(jax.lax.optimization_barrier, invars, scopes, stack)
+        elif "in_shardings" in eqn.params:
+            invars = self._constrain(invars, eqn.params["in_shardings"], scopes, stack)
+        hoisted = [self._hoist(value) for value in compat.consts_of(body)]
+        inner_env = dict(zip(compat.all_invars(body), (*hoisted, *invars), strict=True))
+        self.inliner.calls += 1
+        self.run(inner.eqns, inner_env, (*scopes, (self.inliner.calls, False)), stack)
+        outs = [var if compat.is_literal(var) else inner_env.get(var, var) for var in inner.outvars]
+        if "out_shardings" in eqn.params:
+            outs = self._constrain(outs, eqn.params["out_shardings"], scopes, stack)
+        env.update(zip(eqn.outvars, outs, strict=True))
+
+    def _constrain(self, atoms: list[Any], shardings: Sequence[Any], scopes: Any, stack: Any) -> list[Any]:
+        """Keeps the shardings that an opened ``jit`` gave its inputs or outputs."""
+        result = list(atoms)
+        for i, sharding in enumerate(shardings):
+            if isinstance(sharding, jax.sharding.Sharding) and not compat.is_literal(atoms[i]):
+                constrain = lambda x, s=sharding: [jax.lax.with_sharding_constraint(x[0], s)]  # noqa: E731
+                result[i] = self._emit(constrain, [atoms[i]], scopes, stack)[0]
+        return result
+
+    def _emit(self, fun: Any, atoms: list[Any], scopes: Any, stack: Any) -> list[Any]:
+        """Appends the equations of a small function of our own."""
+        keep = [i for i, atom in enumerate(atoms) if not compat.is_literal(atom)]
+        closed = jax.make_jaxpr(lambda *xs: fun(list(xs)))(*(atoms[i].aval for i in keep))
+        inner = compat.open_jaxpr(closed)
+        env = dict(zip(inner.invars, (atoms[i] for i in keep), strict=True))
+        self.run(inner.eqns, env, scopes, stack)
+        result = list(atoms)
+        for i, var in zip(keep, inner.outvars, strict=True):
+            result[i] = env.get(var, var)
+        return result
+
+    def _hoist(self, value: Any) -> Any:
+        hoisted = self.inliner.hoisted
+        if id(value) not in hoisted:
+            aval = jax.core.get_aval(value) if hasattr(jax.core, "get_aval") else jax.typeof(value)
+            hoisted[id(value)] = (compat.new_var(aval), value)
+        return hoisted[id(value)][0]
+
+    def _region(self, eqn: Any, body: Any, invars: list[Any], scopes: Any) -> tuple[dict[str, Any], list[Any], Flat]:
+        """The parameters and inputs of a region's equation once its body is flat."""
+        inner = compat.open_jaxpr(body)
+        outside = set(self.inliner.hoisted)
+        program = Program(compat.all_invars(body), tuple(inner.outvars), tuple(inner.eqns))
+        flat = self.inliner.flat(program, (*scopes, (f"body{len(self.nodes)}", True)))
+        # Constants of calls inside the body are inputs of the whole program, so the region has to pass them in.
+        new = [entry for key, entry in self.inliner.hoisted.items() if key not in outside]
+        new += [self.inliner.hoisted[key] for key in outside if _reads(flat.nodes, self.inliner.hoisted[key][0])]
+        own = [self._hoist(value) for value in compat.consts_of(body)]
+        passed = [*(var for var, _ in new), *own]
+        if passed:
+            fresh = {var: compat.new_var(var.aval) for var, _ in new}
+            flat = _substitute(flat, fresh)
+            program = dataclasses.replace(flat.program, invars=(*fresh.values(), *flat.program.invars))
+            flat = dataclasses.replace(flat, program=program)
+        return compat.region_params(eqn, flat.program, len(passed)), [*passed, *invars], flat
+
+
+def _substitute(flat: Flat, env: dict[Any, Any]) -> Flat:
+    def rename(eqn: Any) -> Any:
+        return compat.replace_eqn(
+            eqn, invars=[var if compat.is_literal(var) else env.get(var, var) for var in eqn.invars]
+        )
+
+    nodes = tuple(dataclasses.replace(node, eqn=rename(node.eqn)) for node in flat.nodes)
+    outvars = tuple(var if compat.is_literal(var) else env.get(var, var) for var in flat.program.outvars)
+    program = Program(flat.program.invars, outvars, tuple(node.eqn for node in nodes))
+    return dataclasses.replace(flat, program=program, nodes=nodes)
+
+
+def _reads(nodes: Sequence[Node], var: Any) -> bool:
+    return any(var is atom for node in nodes for atom in node.eqn.invars)
+
+
+def _fits(body: Any, eqn: Any) -> bool:
+    return len(compat.open_jaxpr(body).invars) == len(eqn.invars) and len(body.out_avals) == len(eqn.outvars)
+
+
+def _prevents_cse(value: Any) -> bool:
+    return any(value) if isinstance(value, tuple) else bool(value)
+
+
+def _called_name(eqn: Any) -> str | None:
+    """The name of the function that an equation calls, if it calls one."""
+    name = eqn.params.get("name")
+    if isinstance(name, str):
+        return name
+    for _, body in compat.sub_jaxprs(eqn):
+        return compat.function_name(body)
+    return None
+
+
+def _live(nodes: Sequence[Node], outvars: list[Any]) -> tuple[list[Node], list[Any]]:
+    """The nodes that an output or an effect needs."""
+    needed = {var for var in outvars if not compat.is_literal(var)}
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        if node.eqn.effects or any(var in needed for var in node.eqn.outvars):
+            kept.append(node)
+            needed.update(var for var in node.eqn.invars if not compat.is_literal(var))
+    return kept[::-1], outvars
