@@ -140,8 +140,7 @@ def source_line(eqn: Any) -> str:
 def bind(eqn: Any, *invals: Any) -> list[Any]:
     """Evaluate one equation in the current trace, under its own name stack, mesh and configuration."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+    with scope_of(eqn):
         out = eqn.primitive.bind(*invals, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -243,3 +242,81 @@ def region_params(eqn: Any, body: Any, extra: int) -> dict[str, Any]:
         _, carry, xs = params["ft_in"].unpack()
         params["ft_in"] = flat_tree.pack((flat_tree.nones(num_consts + extra), carry, xs))
     return params
+
+
+# -- what an equation says about itself ---------------------------------------------------------------------------
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many inputs of a ``scan`` are constants, and how many are carried (JAX 0.11 packs the two in a tree)."""
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def replicated(aval: Any) -> bool:
+    """Whether a value inside ``shard_map`` is known to be the same on every device."""
+    varying = getattr(aval, "mat", None)
+    return varying is not None and not varying.varying
+
+
+@contextlib.contextmanager
+def scope_of(eqn: Any) -> Iterator[None]:
+    """The name stack, mesh and configuration under which an equation was traced."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def shard_map_like(eqn: Any, fun: Any, in_specs: Any, out_specs: Any) -> Any:
+    """``fun`` under ``shard_map`` over the mesh axes of a ``shard_map`` equation."""
+    params = eqn.params
+    axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+    return jax.shard_map(
+        fun,
+        mesh=params["mesh"],
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(axes),
+        check_vma=params["check_vma"],
+    )
+
+
+def trace_context() -> Any:
+    """Everything in JAX's configuration that a traced program depends on: part of the key of every cache of them."""
+    from jax._src import config
+
+    return config.trace_context()
+
+
+def aval_of(value: Any) -> Any:
+    """The type of an array, tracer or ``ShapeDtypeStruct``, with weak type, sharding and manual axes."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.make_jaxpr(lambda x: x)(value).in_avals[0]
+    return jax.typeof(value)
+
+
+def resized(aval: Any, axis: int, size: int) -> Any:
+    """The type with another size along one axis."""
+    return aval.update(shape=(*aval.shape[:axis], size, *aval.shape[axis + 1 :]))
+
+
+def shards_of(leaf: Any, aval: Any, axis: int) -> int:
+    """Over how many devices an array is split along an axis, as far as its type or its placement tells."""
+    sharding = getattr(aval, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.empty or not any(sharding.spec):
+        sharding = None if is_tracer(leaf) else getattr(leaf, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding) or axis >= len(sharding.spec):
+        return 1
+    names = sharding.spec[axis]
+    names = () if names is None else (names,) if isinstance(names, str) else names
+    return int(np.prod([sharding.mesh.shape[name] for name in names if isinstance(name, str)], dtype=int))
+
+
+def device() -> tuple[str, str]:
+    """Platform and kind of the default device."""
+    chosen = jax.config.jax_default_device
+    found = chosen if hasattr(chosen, "device_kind") else jax.devices()[0]
+    return found.platform, found.device_kind

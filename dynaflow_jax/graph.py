@@ -17,7 +17,7 @@ from typing import Any
 from dynaflow_jax import compat, cost
 from dynaflow_jax.annotate import Rules, SplitModule
 from dynaflow_jax.errors import RuleError, RuleWarning
-from dynaflow_jax.inline import DRAWS, Draw, Flat, Node
+from dynaflow_jax.inline import DRAWS, Draw, Flat, Node, Place
 from dynaflow_jax.program import Program
 
 
@@ -101,11 +101,14 @@ class OpGraph:
     def __getitem__(self, key: int | str) -> Operator:
         """An operator by index, or by its ``key``."""
         if isinstance(key, str):
-            for op in self.operators:
-                if op.key == key:
-                    return op
-            raise KeyError(f"No operator {key!r}; there are {', '.join(op.key for op in self.operators)}.")
+            if key not in self._by_key:
+                raise KeyError(f"No operator {key!r}; there are {', '.join(self._by_key)}.")
+            return self._by_key[key]
         return self.operators[key]
+
+    @functools.cached_property
+    def _by_key(self) -> dict[str, Operator]:
+        return {op.key: op for op in self.operators}
 
     @functools.cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
@@ -215,7 +218,7 @@ class _Cutter:
         order = _topological(groups)
         rank = {group: i for i, group in enumerate(order)}
         read_by = _readers(nodes, groups.members)
-        names: Counter[str] = Counter()
+        names = _Names()
         operators = []
         for group in order:
             contents = [nodes[i] for i in groups.members[group]]
@@ -238,7 +241,7 @@ class _Cutter:
         fixed: list[Any],
         outvars: tuple[Any, ...],
         predecessors: tuple[int, ...],
-        names: Counter[str],
+        names: _Names,
         prefix: str,
     ) -> Operator:
         eqns = (*fixed, *(node.eqn for node in nodes))
@@ -261,11 +264,27 @@ class _Cutter:
         bound = "compute" if flops > self.ridge * traffic else "memory"
         if "network" in tags and body is None:
             bound = "network"
-        base = prefix + "/".join((path, name) if path else (name,)) + ("" if phase == "forward" else f".{phase}")
-        names[base] += 1
-        key = base if names[base] == 1 else f"{base}:{names[base]}"
+        key = names.key(prefix + "/".join((path, name) if path else (name,)), nodes[0].place)
         program = Program(tuple(read), outvars, eqns)
         return Operator(index, key, name, path, phase, tags, bound, flops, traffic, predecessors, program, body)
+
+
+class _Names:
+    """Keys of operators: equal names are numbered by the mark that was entered, forward and backward alike."""
+
+    def __init__(self):
+        self.entries: dict[str, dict[Any, int]] = {}
+        self.pieces: Counter[str] = Counter()
+
+    def key(self, name: str, place: Place) -> str:
+        """A new key."""
+        entries = self.entries.setdefault(name, {})
+        entry = place.key[:2] if isinstance(place.key, tuple) else len(entries)
+        number = entries.setdefault(entry, len(entries) + 1)
+        key = name if number == 1 else f"{name}:{number}"
+        key += "" if place.phase == "forward" else f".{place.phase}"
+        self.pieces[key] += 1
+        return key if self.pieces[key] == 1 else f"{key}~{self.pieces[key]}"
 
 
 class _Groups:

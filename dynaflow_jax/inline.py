@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dynaflow_jax import compat
 from dynaflow_jax.annotate import Label, Rules, SplitFunc
@@ -99,7 +100,9 @@ class Draw:
     rows: Any
 
 
-def inline(program: Program, constants: Sequence[Any], rules: Rules, *, draws: bool) -> tuple[Flat, tuple[Any, ...]]:
+def inline(
+    program: Program, constants: Sequence[Any], rules: Rules, *, draws: bool, unroll: int = 1
+) -> tuple[Flat, tuple[Any, ...]]:
     """Opens what has to be opened.
 
     Args:
@@ -107,11 +110,12 @@ def inline(program: Program, constants: Sequence[Any], rules: Rules, *, draws: b
       constants: their values.
       rules: the partition rules.
       draws: whether calls that draw random numbers are opened too.
+      unroll: how many iterations of a loop with boundaries inside become one.
 
     Returns:
       The flat program, whose leading inputs are its constants, and the values of those.
     """
-    inliner = _Inliner(rules, draws)
+    inliner = _Inliner(rules, draws, unroll)
     flat = inliner.flat(program, ())
     extra = tuple(inliner.hoisted.items())
     invars = (*(var for _, (var, _) in extra), *flat.program.invars)
@@ -120,9 +124,11 @@ def inline(program: Program, constants: Sequence[Any], rules: Rules, *, draws: b
 
 
 class _Inliner:
-    def __init__(self, rules: Rules, draws: bool):
+    def __init__(self, rules: Rules, draws: bool, unroll: int):
         self.rules = rules
         self.draws = draws
+        self.unroll = unroll
+        self.unrolled: list[Any] = []  # bodies of loops that are as they should be
         self.funcs = [(i, rule) for i, rule in enumerate(rules.atoms) if isinstance(rule, SplitFunc)]
         self.hoisted: dict[int, tuple[Any, Any]] = {}  # constants of nested jaxprs, as inputs of the program
         self._boundary: dict[int, tuple[Any, bool]] = {}
@@ -165,6 +171,11 @@ class _Inliner:
             if rule.target in names or any(rule.target in alias and alias & names for alias in _ALIASES):
                 return index
         return None
+
+    def to_unroll(self, eqn: Any) -> bool:
+        """Whether a loop is still to be unrolled."""
+        body = compat.open_jaxpr(eqn.params["jaxpr"])
+        return self.unroll > 1 and eqn.params["length"] > 1 and all(body is not done for done in self.unrolled)
 
     def place(self, outer: tuple[Any, ...], scopes: tuple[Any, ...]) -> Place:
         """The place of an equation, from the scopes of the calls around it and its own."""
@@ -237,6 +248,10 @@ class _Level:
             full_stack = stack + compat.name_stack(eqn) if renames else None
             if has_boundary and name in _CALLS and len(bodies) >= 1 and _fits(bodies[0], eqn):
                 self._open(eqn, bodies[0], invars, env if renames else self.env, scopes + own, full_stack)
+                continue
+            if has_boundary and name == "scan" and inliner.to_unroll(eqn):
+                unrolled = _unrolled(eqn, inliner.unroll, inliner.unrolled)
+                self._open(eqn, unrolled, invars, env if renames else self.env, scopes + own, full_stack)
                 continue
             outvars = eqn.outvars
             if renames:
@@ -328,6 +343,49 @@ class _Level:
             program = dataclasses.replace(flat.program, invars=(*fresh.values(), *flat.program.invars))
             flat = dataclasses.replace(flat, program=program)
         return compat.region_params(eqn, flat.program, len(passed)), [*passed, *invars], flat
+
+
+def _unrolled(eqn: Any, factor: int, done: list[Any]) -> Any:
+    """A jaxpr that does what a ``scan`` does, with ``factor`` iterations in each of its own.
+
+    Each iteration is a call, so that the places in it can be told apart; what remains is a loop of single ones.
+    """
+    params = eqn.params
+    body, length, reverse = params["jaxpr"], params["length"], params["reverse"]
+    factor = min(factor, length)
+    num_consts, num_carry = compat.scan_partition(eqn)
+
+    def iteration(consts, carry, x):
+        outs = compat.call_jaxpr(body, [*consts, *carry, *x], "iteration")
+        return outs[:num_carry], outs[num_carry:]
+
+    def loop(*args):
+        consts, carry, xs = args[:num_consts], list(args[num_consts:][:num_carry]), args[num_consts + num_carry :]
+
+        def several(carry, x):
+            ys: list[Any] = [None] * factor
+            for i in reversed(range(factor)) if reverse else range(factor):
+                carry, ys[i] = iteration(consts, carry, [leaf[i] for leaf in x])
+            return carry, [jnp.stack(leaves) for leaves in zip(*ys, strict=True)]
+
+        single, main = length % factor, length - length % factor
+        start = single if reverse else 0  # the main part runs first
+        chunks = [leaf[start : start + main].reshape(-1, factor, *leaf.shape[1:]) for leaf in xs]
+        carry, ys = jax.lax.scan(several, carry, chunks, length=main // factor, reverse=reverse)
+        ys = [leaf.reshape(main, *leaf.shape[2:]) for leaf in ys]
+        if single:
+            rest = [leaf[:single] if reverse else leaf[main:] for leaf in xs]
+            step = lambda carry, x: iteration(consts, carry, x)  # noqa: E731
+            carry, last = jax.lax.scan(step, carry, rest, length=single, reverse=reverse)
+            parts = [(b, a) if reverse else (a, b) for a, b in zip(ys, last, strict=True)]
+            ys = [jnp.concatenate(pair) for pair in parts]
+        return [*carry, *ys]
+
+    closed = jax.make_jaxpr(loop)(*(var.aval for var in eqn.invars))
+    for inner in closed.eqns:
+        if inner.primitive.name == "scan":
+            done.append(compat.open_jaxpr(inner.params["jaxpr"]))
+    return closed
 
 
 def _substitute(flat: Flat, env: dict[Any, Any]) -> Flat:

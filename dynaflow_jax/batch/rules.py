@@ -48,22 +48,26 @@ class Rule:
       apply: from the analysis, the two equations and the input states to the output states.
       sized: parameters that may depend on the batch size.
       positions: whether `RowIndex` inputs are handled.
+      opens: whether the equation holds programs, into which all states go as they are; see `nested`.
     """
 
     apply: Apply
     sized: frozenset[str] = frozenset()
     positions: bool = False
+    opens: bool = False
 
 
 RULES: dict[str, Rule] = {}
 
 
-def rule(*primitives: str, sized: Sequence[str] = (), positions: bool = False) -> Callable[[Apply], Apply]:
+def rule(
+    *primitives: str, sized: Sequence[str] = (), positions: bool = False, opens: bool = False
+) -> Callable[[Apply], Apply]:
     """Register a rule for primitives, by name."""
 
     def register(apply: Apply) -> Apply:
         for name in primitives:
-            RULES[name] = Rule(apply, frozenset(sized), positions)
+            RULES[name] = Rule(apply, frozenset(sized), positions or opens, opens)
         return apply
 
     return register
@@ -120,9 +124,9 @@ def agree(states: Sequence[State], doing: str) -> State:
         return ZERO if rows is None else dataclasses.replace(rows, scale=ONE, zero=True)
     totals = [state for state in some if type(state) is Total]
     if totals and rows is not None:
-        raise Mixing(f"{doing} the rows of the batch and a sum over them")
+        raise Mixing(f"{doing} rows of the batch and a sum over the batch")
     if totals and len(totals) < len(some):
-        raise Mixing(f"{doing} a sum over the batch and a value that each micro-batch would contribute again")
+        raise Mixing(f"{doing} a sum over the batch and a value that every micro-batch would contribute again")
     first = some[0].scale  # type: ignore[attr-defined]
     for state in some[1:]:
         if state.scale != first:  # type: ignore[attr-defined]
@@ -135,18 +139,12 @@ def agree(states: Sequence[State], doing: str) -> State:
     return Invariant(first)
 
 
-def added(ctx: Any, states: Sequence[State], out: Any, doing: str = "adds") -> State:
-    """As `agree`; a sum over the batch that is a single number gets a name of its own."""
-    state = agree(states, doing)
-    return ctx.total(state.scale, out) if type(state) is Total and state.factor is None else state
-
-
 def as_factor(state: State) -> State:
     """A sum over the batch as a factor of other values."""
     if type(state) is not Total:
         return state
     if state.factor is None:
-        raise Mixing("combines the rows of the batch with a sum over them")
+        raise Mixing("uses a sum over the batch, and not a single number, as a factor")
     return Invariant(state.factor)
 
 
@@ -210,10 +208,14 @@ def on_rows(state: State, axes: Sequence[int]) -> bool:
 
 
 @rule(
-    *("acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz").split(),
+    *(
+        "acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz"
+    ).split(),
     *("complex cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac imag").split(),
     *("is_finite lgamma log log1p log2 logistic mulhi nextafter not one_minus_square or polygamma polynomial").split(),
-    *("population_count pow random_clone random_fold_in random_seed reciprocal regularized_incomplete_beta rem").split(),
+    *(
+        "population_count pow random_clone random_fold_in random_seed reciprocal regularized_incomplete_beta rem"
+    ).split(),
     *("round rsqrt shift_left shift_right_arithmetic shift_right_logical sin sinh sqrt tan tanh").split(),
     *("threefry2x32 threefry4x32 xor zeta").split(),
 )
@@ -223,8 +225,10 @@ def elementwise(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Stat
 
 
 @rule(
-    *("copy copy_p device_put layout_constraint name neg optimization_barrier pbroadcast preduced pvary real").split(),
-    *("reduced_vary_cast reduced_vary_cast_p reduce_precision relayout reshard shard_alike sharding_constraint").split(),
+    *("copy copy_p device_put layout_constraint name neg optimization_barrier preduced pvary real").split(),
+    *(
+        "reduced_vary_cast reduced_vary_cast_p reduce_precision relayout reshard shard_alike sharding_constraint"
+    ).split(),
     *("stop_gradient tie to_edtype from_edtype vary_unreduced_cast vary_unreduced_cast_p conj").split(),
     *("with_memory_space_constraint xla_metadata_value").split(),
     sized=("sharding",),
@@ -240,7 +244,7 @@ def passed_on(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequen
 @rule("convert_element_type", positions=True)
 def convert(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
     """Linear, unless it rounds or only asks whether a number is zero."""
-    if is_inexact(part.outvars[0]) or not is_inexact(part.invars[0]) and part.params["new_dtype"] != bool:
+    if is_inexact(part.outvars[0]) or (not is_inexact(part.invars[0]) and part.params["new_dtype"].kind != "b"):
         return states[0]
     if is_zero(states[0]):
         return states[0]
@@ -257,7 +261,7 @@ def add(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
             if part.primitive.name == "add" and type(other) is Invariant and state.columns is None:
                 return dataclasses.replace(state, shifted=True)
             raise Mixing("computes with the position of a row in the batch")
-    return added(ctx, states, part.outvars[0])
+    return agree(states, "combines")
 
 
 @rule("mul")
@@ -314,7 +318,7 @@ def select(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
     if any(type(state) is RowIndex for state in states):
         raise Mixing("computes with the position of a row in the batch")
     whole(full, part, [which])
-    state = added(ctx, cases, part.outvars[0], "selects from")
+    state = agree(cases, "selects from")
     if type(which) is not Rows:
         return state
     if type(state) is Total:
@@ -376,6 +380,8 @@ def reshape(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
             raise Mixing("computes with the position of a row in the batch")
         return move(state, axis)
     assert type(state) is Rows
+    if 0 in old:
+        raise Mixing("takes the axis of an empty batch apart")
     if state.uniform:
         if not (new_before % before or new_after % after):
             return move(state, axis)
@@ -433,7 +439,7 @@ def concatenate(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Stat
         return _index_table(part, states, dimension)
     rows = rows_of([dataclasses.replace(s, outer=1) if on_rows(s, [dimension]) else s for s in states])  # type: ignore
     if rows is None or rows.axis != dimension:
-        return added(ctx, states, part.outvars[0], "joins")
+        return agree(states, "joins")
     if not all(type(state) is Rows for state in states):
         raise Mixing("joins rows of the batch and other rows")
     agree([dataclasses.replace(state, outer=1) for state in states], "joins")  # type: ignore[call-arg]
@@ -532,7 +538,7 @@ def split(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State | Se
 @rule("stack")
 def stack(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
     """Side by side along a new axis."""
-    state, axis = added(ctx, states, part.outvars[0], "stacks"), part.params["axis"]
+    state, axis = agree(states, "stacks"), part.params["axis"]
     return move(state, state.axis + (axis <= state.axis)) if type(state) is Rows else state
 
 
@@ -542,8 +548,6 @@ def unstack(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
     (state,), axis = states, part.params["axis"]
     if on_rows(state, [axis]):
         raise Mixing("takes the rows of the batch apart")
-    if type(state) is Total and state.factor is None:
-        return [ctx.total(state.scale, var) for var in part.outvars]  # type: ignore[return-value]
     return without(state, [axis])
 
 
@@ -562,7 +566,7 @@ def pad(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
     state, value = states
     if on_rows(state, [i for i, config in enumerate(part.params["padding_config"]) if any(config)]):
         raise Mixing("pads the batch with other rows")
-    return added(ctx, [state, value], part.outvars[0], "pads")
+    return agree([state, value], "pads")
 
 
 # -- reductions and scans along an axis ---------------------------------------------------------------------------
@@ -573,9 +577,7 @@ def reduce_sum(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State
     """The sum over the batch is the sum of the micro-batches' sums."""
     (state,), axes = states, part.params["axes"]
     if on_rows(state, axes):
-        return ZERO if is_zero(state) else ctx.total(state.scale, part.outvars[0])  # type: ignore[attr-defined]
-    if type(state) is Total and state.factor is None:
-        return ctx.total(state.scale, part.outvars[0])
+        return ZERO if is_zero(state) else Total(state.scale)  # type: ignore[attr-defined]
     return without(state, axes)
 
 
@@ -643,7 +645,7 @@ def _windowed(part: Any, state: State) -> None:
         return
     trivial = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0), "base_dilation": 1, "window_dilation": 1}
     if any(tuple(part.params[k][state.axis]) != v if k == "padding" else part.params[k][state.axis] != v
-           for k, v in trivial.items() if k in part.params and part.params[k]):  # fmt: skip
+           for k, v in trivial.items() if part.params.get(k)):  # fmt: skip
         raise Mixing("pools over the batch")
 
 
@@ -670,7 +672,7 @@ def select_and_scatter_add(ctx: Any, full: Any, part: Any, states: Sequence[Stat
     return states[0] if rows is None else dataclasses.replace(rows, scale=states[0].scale, zero=is_zero(states[0]))  # type: ignore
 
 
-@rule("fft")
+@rule("fft", sized=("fft_lengths",))
 def fft(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
     """Linear along its axes, the last ones."""
     (state,), ndim = states, len(shape(part.invars[0]))
@@ -683,24 +685,22 @@ def fft(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
 @rule("lu_pivots_to_permutation", "tridiagonal_solve", "symmetric_product")
 def linalg(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
     """Linear algebra on a stack of matrices: one per row, or several."""
-    trailing = {"lu_pivots_to_permutation": 1}.get(part.primitive.name, 2)
-    for var, state in zip(part.invars, states, strict=True):
-        if type(state) is Rows and state.axis >= len(shape(var)) - trailing and not (len(shape(var)) == 1):
-            raise Mixing("takes the batch for an axis of a matrix")
-        if type(state) is Rows and len(shape(var)) <= trailing - 1:
-            raise Mixing("takes the batch for an axis of a matrix")
+    trailing = 1 if part.primitive.name == "lu_pivots_to_permutation" else 2
+    stacked = max(len(shape(var)) for var in part.invars) - trailing
+    if any(type(state) is Rows and state.axis >= stacked for state in states):
+        raise Mixing("takes the batch for an axis of a matrix")
     return whole(full, part, states)
 
 
 # -- contractions -------------------------------------------------------------------------------------------------
 
 
-def _contracted(ctx: Any, a: State, b: State, out: Any) -> State:
+def _contracted(a: State, b: State) -> State:
     """The sum over the batch of the products of rows."""
     if is_zero(a) or is_zero(b):
         return ZERO
     layout_of(a, b)
-    return ctx.total(times(a.scale, b.scale), out)  # type: ignore[attr-defined]
+    return Total(times(a.scale, b.scale))  # type: ignore[attr-defined]
 
 
 def _kept(layout: Rows | None, axis: int, a: State, b: State) -> State:
@@ -719,7 +719,7 @@ def dot_general(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Stat
     (contract_a, contract_b), (batch_a, batch_b) = part.params["dimension_numbers"]
     a, b = states
     if type(a) is not Rows and type(b) is not Rows:
-        return _without_rows(ctx, a, b, part.outvars[0])
+        return product(a, b)
 
     def place(state: Rows, ndim: int, contract: Sequence[int], batch: Sequence[int], offset: int) -> tuple[str, int]:
         if state.axis in contract:
@@ -736,7 +736,7 @@ def dot_general(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Stat
         if at_a != at_b or at_a[0] == "free":
             raise Mixing("multiplies each row of the batch with every other")
         if at_a[0] == "contracted":
-            return _contracted(ctx, a, b, part.outvars[0])
+            return _contracted(a, b)
         return _kept(layout_of(a, b), at_a[1], a, b)
     kind, axis = at_a or at_b  # type: ignore[misc]
     if kind != "free":
@@ -744,23 +744,17 @@ def dot_general(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Stat
     return _kept(layout_of(a, b), axis, a, b)
 
 
-def _without_rows(ctx: Any, a: State, b: State, out: Any) -> State:
-    """A bilinear operation on values without rows."""
-    state = product(a, b)
-    return ctx.total(state.scale, out) if type(state) is Total and state.factor is None else state
-
-
 @rule("conv_general_dilated")
 def conv_general_dilated(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
     """Convolution of each row; the derivative by the kernel has the batch where features are, and contracts it."""
     a, b = states
     if type(a) is not Rows and type(b) is not Rows:
-        return _without_rows(ctx, a, b, part.outvars[0])
+        return product(a, b)
     params, numbers = part.params, part.params["dimension_numbers"]
     (image, feature), (out_feature, in_feature) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
     groups = params["feature_group_count"], params["batch_group_count"]
     if on_rows(a, [feature]) and on_rows(b, [in_feature]) and groups[0] == 1:
-        return _contracted(ctx, a, b, part.outvars[0])
+        return _contracted(a, b)
     if on_rows(a, [image]) and type(b) is not Rows and groups[1] == 1:
         return _kept(layout_of(a), numbers.out_spec[0], a, b)
     if on_rows(b, [out_feature]) and type(a) is not Rows and groups == (1, 1):
@@ -778,7 +772,7 @@ def ragged_dot_general(ctx: Any, full: Any, part: Any, states: Sequence[State]) 
 
 @rule("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper")
 def dot_product_attention(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
-    """cuDNN's attention: all inputs and outputs have the batch first."""
+    """CuDNN's attention: all inputs and outputs have the batch first."""
     if any(type(state) is Rows and (state.axis or state.outer != 1) for state in states):
         raise Mixing("attends over the batch")
     return whole(full, part, states)
@@ -810,18 +804,24 @@ def gather(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
     _as_index(index)
     out_ndim, ndim = len(shape(part.outvars[0])), len(shape(part.invars[0]))
     looked_up = [axis for axis in range(out_ndim) if axis not in numbers.offset_dims]
-    window = [axis for axis in range(ndim) if axis not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
+    window = [
+        axis for axis in range(ndim) if axis not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    ]
     batch = operand.axis if type(operand) is Rows else None
     if any(m != n for i, (m, n) in enumerate(zip(full.params["slice_sizes"], sizes, strict=True)) if i != batch):
         raise Mixing("takes a slice that depends on the batch size")
     if type(operand) is RowIndex:
         raise Mixing("uses the position of a row in the batch")
+    if getattr(index, "axis", -1) >= len(looked_up):
+        raise Mixing("takes the batch for an index vector")
 
     if batch is None:
         if type(index) is Invariant:
             if type(operand) is Total and not is_inexact(part.outvars[0]):
-                raise Mixing("looks up integer sums over the batch")  # out of bounds gives a constant, and so a sum of it
-            return added(ctx, [operand], part.outvars[0])
+                raise Mixing(
+                    "looks up integer sums over the batch"
+                )  # out of bounds gives a constant, and so a sum of it
+            return agree([operand], "adds")
         if type(index) is RowIndex:
             raise Mixing("uses the position of a row in the batch")
         if type(operand) is Total:
@@ -838,7 +838,9 @@ def gather(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
         if batch not in numbers.start_index_map or sizes[batch] != 1 or full.params["slice_sizes"][batch] != 1:
             raise Mixing("uses the position of a row in the batch")
         _picks_own_row(full, part, index, list(numbers.start_index_map).index(batch), batch)
-    elif (batch, index.axis) not in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):  # type: ignore
+    elif (batch, index.axis) not in zip(
+        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+    ):  # type: ignore
         raise Mixing("picks rows of the batch by data")
     layout = layout_of(operand, index.data if type(index) is RowIndex else index)
     return dataclasses.replace(layout, axis=looked_up[index.axis], scale=operand.scale, zero=operand.zero)  # type: ignore
@@ -859,6 +861,8 @@ def scatter(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
         combined = lambda states: whole(full, part, states)  # noqa: E731
     ndim, update_ndim = len(shape(part.invars[0])), len(shape(part.invars[2]))
     looked_up = [axis for axis in range(update_ndim) if axis not in numbers.update_window_dims]
+    if getattr(index, "axis", -1) >= len(looked_up):
+        raise Mixing("takes the batch for an index vector")
     not_window = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     window = [axis for axis in range(ndim) if axis not in not_window]
 
@@ -886,8 +890,7 @@ def scatter(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
         return dataclasses.replace(layout, axis=batch, scale=value.scale, zero=is_zero(value))  # type: ignore
 
     if type(index) is Invariant and type(updates) is not Rows:
-        state = combined([operand, updates])
-        return ctx.total(state.scale, part.outvars[0]) if type(state) is Total else state
+        return combined([operand, updates])
     if type(index) is RowIndex:
         raise Mixing("uses the position of a row in the batch")
     if name not in ("scatter-add", "scatter-sub"):
@@ -898,7 +901,7 @@ def scatter(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
     if is_zero(updates):
         return operand
     total = agree([operand, Total(updates.scale)], "adds")  # type: ignore[attr-defined]
-    return ctx.total(total.scale, part.outvars[0])  # type: ignore[attr-defined]
+    return Total(total.scale)  # type: ignore[attr-defined]
 
 
 @rule("dynamic_slice", sized=("slice_sizes",))
@@ -913,7 +916,7 @@ def dynamic_slice(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> St
         raise Mixing("takes a slice that depends on the batch size")
     if batch is not None and sizes[batch] != (shape(full.invars[0])[batch], shape(part.invars[0])[batch]):
         raise Mixing("takes some rows out of the batch")
-    return added(ctx, [operand], part.outvars[0])
+    return agree([operand], "adds")
 
 
 @rule("dynamic_update_slice")
@@ -925,8 +928,7 @@ def dynamic_update_slice(ctx: Any, full: Any, part: Any, states: Sequence[State]
     rows = rows_of([operand, update])
     if rows is not None and any(shape(e.invars[0])[rows.axis] != shape(e.invars[1])[rows.axis] for e in (full, part)):
         raise Mixing("writes to some rows of the batch")
-    state = agree([operand, update], "writes")
-    return ctx.total(state.scale, part.outvars[0]) if type(state) is Total else state
+    return agree([operand, update], "writes")
 
 
 # -- random numbers -----------------------------------------------------------------------------------------------

@@ -45,6 +45,9 @@ def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
 def take(value: Any, rows: Rows, batch_size: int, offset: int, size: int, shards: int = 1) -> Any:
     """The rows ``offset : offset + size`` of a value (of every shard, the corresponding share of them)."""
     axis, outer, inner = rows.axis, rows.outer, rows.inner
+    if (present := value.shape[axis] // (outer * inner)) != batch_size:  # inside shard_map: one shard's rows
+        local = batch_size // present
+        batch_size, offset, size, shards = present, offset // local, size // local, 1
     if outer == 1 and shards == 1:
         return jax.lax.slice_in_dim(value, offset * inner, (offset + size) * inner, axis=axis)
     shape = value.shape

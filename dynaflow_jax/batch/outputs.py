@@ -1,0 +1,173 @@
+"""How the micro-batches' outputs become the function's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from dynaflow_jax.batch import split
+from dynaflow_jax.batch.state import ONE, Invariant, N, Rows, State, Total, Varies, is_one_scale, scale
+from dynaflow_jax.errors import BatchMixingError, SplitError
+
+
+@dataclasses.dataclass(frozen=True)
+class Join:
+    """How one output is made.
+
+    Attributes:
+      how: ``"rows"``, ``"first"``, ``"mean"``, ``"sum"`` or ``"function"``.
+      rows: along which axis, for ``"rows"``.
+      function: of the list of parts, for ``"function"``.
+    """
+
+    how: str
+    rows: Rows | None = None
+    function: Callable[..., Any] | None = None
+
+
+def joins(
+    out_axes: Any, out_tree: Any, states: Sequence[Sequence[State]] | None, outvars: Sequence[Any], weighted: bool
+) -> list[Join]:
+    """How each output is joined, checked against what is proven of it.
+
+    Args:
+      out_axes: what the user asked for: a pytree prefix.
+      out_tree: structure of the outputs.
+      states: for each micro-batch, the state of each output; ``None`` if the batch is not split.
+      outvars: the outputs.
+      weighted: whether the user gives the weights of means.
+
+    Raises:
+      SplitError: if an output has no batch axis and ``out_axes`` does not say what to do.
+      BatchMixingError: if what ``out_axes`` says would change the result.
+    """
+    full = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+    asked: list[Any] = []
+    is_leaf = lambda entry: entry is None or isinstance(entry, str) or callable(entry)  # noqa: E731
+    try:
+        jax.tree.map(
+            lambda entry, sub: asked.extend([entry] * jax.tree.structure(sub).num_leaves),
+            out_axes,
+            full,
+            is_leaf=is_leaf,
+        )
+    except ValueError as error:
+        raise SplitError(f"out_axes does not fit the outputs: {error}") from None
+    paths = jax.tree_util.tree_flatten_with_path(full)[0]
+    found = []
+    for i, ((path, _), want) in enumerate(zip(paths, asked, strict=True)):
+        name = f"output{jax.tree_util.keystr(path)}"
+        if want is not None and not isinstance(want, int) and want not in ("mean", "sum") and not callable(want):
+            raise SplitError(f"out_axes gives {name} {want!r}; it takes an axis, 'mean', 'sum' or a function.")
+        if states is None:
+            found.append(Join("first"))
+            continue
+        own = list(dict.fromkeys(part[i] for part in states))
+        ndim = len(getattr(outvars[i].aval, "shape", ()))
+        found.append(_join(want, own, name, ndim, weighted))
+    return found
+
+
+def _join(want: Any, states: list[State], name: str, ndim: int, weighted: bool) -> Join:
+    state = states[0]
+    if callable(want):
+        return Join("function", function=want)
+    if (
+        isinstance(state, Rows)
+        and not state.uniform
+        and all(isinstance(s, Rows) and s.axis == state.axis for s in states)
+    ):
+        return _join_rows(want, state, name, ndim)
+    if isinstance(state, Rows) and state.uniform and want is None and is_one_scale(state):
+        return Join("rows", Rows(state.axis))
+    if isinstance(want, int):
+        raise SplitError(f"out_axes={want} for {name}, which {_is(state)}: it has no rows to join there.")
+    if isinstance(state, Invariant) and is_one_scale(state):
+        return Join("first") if want in (None, "mean") else Join("sum")
+    if isinstance(state, Varies):
+        if want is None:
+            raise SplitError(
+                f"{name} {_is(state)} and has no batch axis: say with out_axes= what to do with the parts "
+                "('mean', 'sum', or a function of them)."
+            )
+        return Join(want)
+    hint = _hint(state, weighted)
+    if want is None:
+        raise SplitError(f"{name} {_is(state)}: it has no batch axis, so out_axes= must say how to join it{hint}.")
+    if isinstance(state, Total):
+        fits = (want == "sum" and is_one_scale(state)) or (want == "mean" and _is_mean(state, weighted))
+        if fits:
+            return Join(want)
+    raise BatchMixingError(
+        f"out_axes={want!r} for {name}, which {_is(state)}: the result would not be that of the whole batch{hint}."
+    )
+
+
+def _join_rows(want: Any, state: Rows, name: str, ndim: int) -> Join:
+    if isinstance(want, str):
+        raise BatchMixingError(
+            f"out_axes={want!r} for {name}, which has rows of the batch on axis {state.axis}: "
+            "they would be added up. Leave it None to join them."
+        )
+    if isinstance(want, int) and want % max(ndim, 1) != state.axis:
+        raise SplitError(f"out_axes={want} for {name}, whose rows are on axis {state.axis}.")
+    if not is_one_scale(state):
+        raise BatchMixingError(
+            f"{name} {_is(state)}: each micro-batch scales its rows by its own size (the gradient of a mean with respect "
+            "to the rows, say). Return something that does not, or pass a function of the parts as out_axes."
+        )
+    return Join("rows", state)
+
+
+def _is_mean(state: Total, weighted: bool) -> bool:
+    if state.scale == scale(N, -1):
+        return True
+    return weighted and len(state.scale) == 1 and next(iter(state.scale))[1] == -1
+
+
+def _is(state: State) -> str:
+    return "is the same for every micro-batch" if isinstance(state, Invariant) and state.scale == ONE else f"is {state}"
+
+
+def _hint(state: State, weighted: bool) -> str:
+    if isinstance(state, Total):
+        if state.scale == ONE:
+            return "; as it is a sum over the rows: out_axes='sum'"
+        if _is_mean(state, weighted):
+            return "; as it is a mean over the rows: out_axes='mean'"
+        if _is_mean(state, True):
+            return "; as it is a mean over weighted or masked rows: out_axes='mean' and weights= a function of them"
+    return ""
+
+
+def join(
+    joins: Sequence[Join], outs: Sequence[Sequence[Any]], sizes: Sequence[int], shards: int, weights: Any
+) -> list[Any]:
+    """The function's outputs from those of the micro-batches.
+
+    Args:
+      joins: how each is made.
+      outs: for each micro-batch, its outputs.
+      sizes: rows of each micro-batch.
+      shards: over how many devices the batch is split.
+      weights: of each micro-batch, for means; ``None`` to weight them by their rows.
+    """
+    found = []
+    for i, how in enumerate(joins):
+        parts = [out[i] for out in outs]
+        if how.how == "rows":
+            assert how.rows is not None
+            found.append(split.join(parts, how.rows, sizes, shards))
+        elif how.how == "mean":
+            found.append(split.mean(parts, sizes if weights is None else weights))
+        elif how.how == "sum":
+            found.append(sum(parts[1:], start=parts[0]))
+        elif how.how == "function":
+            assert how.function is not None
+            found.append(how.function(parts))
+        else:
+            found.append(parts[0])
+    return found

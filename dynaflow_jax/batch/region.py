@@ -1,0 +1,82 @@
+"""A region: one level of program that is scheduled as a whole, for all micro-batches together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dynaflow_jax.batch.state import State
+from dynaflow_jax.errors import SplitError
+from dynaflow_jax.graph import Operator, OpGraph
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Variant:
+    """A function's operators at one batch size.
+
+    Attributes:
+      graph: the operators.
+      states: what is known of every variable when the batch is split; empty for the whole batch.
+      index: the variable that takes the micro-batch's index, if random draws fold it in.
+    """
+
+    graph: OpGraph
+    states: Mapping[Any, State]
+    index: Any = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Region:
+    """The top level of a function, or the body of a loop or ``shard_map`` in it.
+
+    Attributes:
+      sizes: rows of each micro-batch.
+      variants: each micro-batch's operators; the same object for equal sizes.
+      variant_of: the operators at another size, for those that run on several micro-batches at once.
+      path: keys of the operators around it, outermost first.
+    """
+
+    sizes: tuple[int, ...]
+    variants: tuple[Variant, ...]
+    variant_of: Callable[[int], Variant]
+    path: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        first = [op.key for op in self.graph]
+        for size, variant in zip(self.sizes, self.variants, strict=True):
+            keys = [op.key for op in variant.graph]
+            if keys != first:
+                odd = next((a or b for a, b in zip(keys, first, strict=False) if a != b), None)
+                odd = odd or (keys + first)[min(len(keys), len(first))]
+                raise SplitError(
+                    f"At {size} rows the function has other operators than at {self.sizes[0]}, from {odd!r} on: its "
+                    "program depends on the batch size, so micro-batches of different sizes cannot be scheduled."
+                )
+
+    @property
+    def graph(self) -> OpGraph:
+        """The operators, as the first micro-batch has them."""
+        return self.variants[0].graph
+
+    @property
+    def shared(self) -> OpGraph | None:
+        """The operators that run once for all micro-batches."""
+        return self.graph.shared
+
+    def operator(self, index: int, micro_batch: int | None) -> Operator:
+        """A micro-batch's own operator."""
+        return self.variants[micro_batch or 0].graph.operators[index]
+
+    def body(self, index: int) -> Region:
+        """The region inside a loop or ``shard_map``."""
+
+        def inner(variant: Variant) -> Variant:
+            graph = variant.graph.operators[index].body
+            assert graph is not None
+            return Variant(graph, variant.states, None)
+
+        bodies: dict[int, Variant] = {}
+        variants = tuple(bodies.setdefault(id(variant), inner(variant)) for variant in self.variants)
+        path = (*self.path, self.graph.operators[index].key)
+        return Region(self.sizes, variants, lambda size: inner(self.variant_of(size)), path)

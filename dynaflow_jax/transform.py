@@ -1,0 +1,556 @@
+"""``dynaflow``: a function and a strategy, joined into a function that runs as the strategy says."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dynaflow_jax import compat, cost
+from dynaflow_jax.annotate import Label, Rule, Rules, labelling
+from dynaflow_jax.batch import draws as batch_draws
+from dynaflow_jax.batch import outputs as batch_outputs
+from dynaflow_jax.batch import split as batch_split
+from dynaflow_jax.batch.proof import MixingSite, analyse
+from dynaflow_jax.batch.region import Region, Variant
+from dynaflow_jax.batch.state import Rows
+from dynaflow_jax.errors import BatchMixingError, DynaFlowError, SplitError
+from dynaflow_jax.graph import OpGraph, cut
+from dynaflow_jax.inline import Flat, inline
+from dynaflow_jax.lowering import xla
+from dynaflow_jax.plan import Plan, Replay, make_plan
+from dynaflow_jax.program import trace
+from dynaflow_jax.schedule import InputInfo, OpScheduler, run_strategy
+
+_CACHE_SIZE = 64  # resolved functions kept per dynaflow call, least recently used first out
+
+
+def dynaflow(
+    fun: Callable[..., Any],
+    *,
+    scheduler: OpScheduler | Plan,
+    rules: Iterable[Rule] = (),
+    batch_axes: Any = None,
+    out_axes: Any = None,
+    weights: Callable[..., Any] | None = None,
+    rng: Literal["exact", "per_micro_batch"] = "exact",
+    allow_batch_mixing: str | Sequence[str] = (),
+    batch_mesh_axes: str | Sequence[str] | None = None,
+    backend: str = "auto",
+    unroll: int = 1,
+    context: Any = None,
+) -> DynaFlow:
+    """Runs a function's operators as a strategy schedules them.
+
+    The result has the signature and the results of ``fun``, and composes with ``jit``, ``grad`` (inside and
+    outside), ``vmap``, ``shard_map``, ``remat``, ``scan``, donation and ``custom_vjp``. Everything is decided when it
+    is traced: once for each set of shapes, mesh and context. After DynaFlow (arXiv 2605.21603).
+
+    Example::
+
+        step = jax.jit(df.dynaflow(model.apply, scheduler=df.strategies.NanoFlow(), batch_axes=(None, 0)))
+        logits = step(params, tokens)
+
+    Args:
+      fun: the function: of arrays, or pytrees of them; other arguments (strings, numbers, flags) are static.
+      scheduler: the strategy, or a ``Plan`` to run again.
+      rules: partition rules, beside the marks in the model.
+      batch_axes: where the batch is in the arguments, in the manner of ``vmap``'s ``in_axes`` (a pytree prefix of the
+        positional arguments), or a dict by parameter name. ``None`` everywhere: no splitting.
+      out_axes: how the micro-batches' outputs become the function's: a pytree prefix of an axis (joined there),
+        ``"mean"`` (weighted by rows, or by ``weights``), ``"sum"``, or a function of the list of parts. ``None``:
+        joined along the axis where the batch is, or taken as it is if it does not depend on the batch.
+      weights: for ``"mean"``: a function of a micro-batch's arguments that gives its weight, for means over masked or
+        padded rows; for instance ``lambda params, tokens, mask: mask.sum()``.
+      rng: ``"exact"`` draws random numbers for the whole batch once, so that dropout is what it would be;
+        ``"per_micro_batch"`` folds the micro-batch's index into the keys, which saves memory.
+      allow_batch_mixing: operators, module paths or primitives that may mix rows of the batch (batch statistics, the
+        capacity of experts), each then within its micro-batch. ``"*"`` allows everything.
+      batch_mesh_axes: mesh axes over which the batch is sharded, where JAX does not tell (arguments of a ``jit``
+        whose mesh axes are automatic). The batch is then split within every shard.
+      backend: ``"xla"``, ``"dispatch"`` or ``"auto"``.
+      unroll: how many iterations of a loop a strategy sees at once.
+      context: anything hashable that the strategy should know: a phase, a load, a kind of hardware.
+
+    Returns:
+      The scheduled function; its methods ``graph``, ``plan`` and ``explain`` show what was decided.
+    """
+    if isinstance(fun, DynaFlow):
+        raise DynaFlowError("The function is scheduled by dynaflow already; wrap the original one.")
+    if isinstance(scheduler, type) and issubclass(scheduler, OpScheduler):
+        raise DynaFlowError(f"scheduler={scheduler.__name__} is a class; pass an instance: {scheduler.__name__}().")
+    if not isinstance(scheduler, (OpScheduler, Plan)):
+        raise DynaFlowError(f"scheduler must be an OpScheduler or a Plan, not {scheduler!r}.")
+    if rng not in ("exact", "per_micro_batch"):
+        raise DynaFlowError(f"rng must be 'exact' or 'per_micro_batch', not {rng!r}.")
+    if backend not in ("auto", "xla", "dispatch"):
+        raise DynaFlowError(f"backend must be 'auto', 'xla' or 'dispatch', not {backend!r}.")
+    if backend == "dispatch":
+        raise DynaFlowError("backend='dispatch' is not in this version; use 'auto' or 'xla'.")
+    if not isinstance(unroll, int) or unroll < 1:
+        raise DynaFlowError(f"unroll is a positive whole number, not {unroll!r}.")
+    return DynaFlow(
+        fun,
+        Replay(scheduler) if isinstance(scheduler, Plan) else scheduler,
+        Rules.of(rules),
+        batch_axes,
+        out_axes,
+        weights,
+        rng,
+        (allow_batch_mixing,) if isinstance(allow_batch_mixing, str) else tuple(allow_batch_mixing),
+        (batch_mesh_axes,) if isinstance(batch_mesh_axes, str) else batch_mesh_axes,
+        unroll,
+        context,
+    )
+
+
+class DynaFlow:
+    """A scheduled function; made by ``dynaflow``."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        scheduler: OpScheduler,
+        rules: Rules,
+        batch_axes: Any,
+        out_axes: Any,
+        weights: Callable[..., Any] | None,
+        rng: str,
+        allowed: tuple[str, ...],
+        batch_mesh_axes: Sequence[str] | None,
+        unroll: int,
+        context: Any,
+    ):
+        self.fun = fun
+        self.scheduler = scheduler
+        self.rules = rules
+        self.batch_axes = batch_axes
+        self.out_axes = out_axes
+        self.weights = weights
+        self.rng = rng
+        self.allowed = allowed
+        self.batch_mesh_axes = batch_mesh_axes
+        self.unroll = unroll
+        self.context = context
+        self._cache: OrderedDict[Any, Resolved] = OrderedDict()
+        self._lock = threading.Lock()
+        functools.update_wrapper(self, fun, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function as scheduled."""
+        resolved, leaves = self._resolve(args, kwargs)
+        return resolved.call(leaves)
+
+    def graph(self, *args: Any, **kwargs: Any) -> OpGraph:
+        """The operators of the function on the whole batch; arguments may be ``jax.ShapeDtypeStruct``."""
+        return self._resolve(args, kwargs)[0].whole.graph
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """What was decided for arguments of these shapes."""
+        return self._resolve(args, kwargs)[0].plan
+
+    def explain(self, *args: Any, **kwargs: Any) -> str:
+        """The operators and the plan as text."""
+        resolved = self._resolve(args, kwargs)[0]
+        return f"{resolved.region.graph.table()}\n\n{resolved.plan.show()}"
+
+    def __repr__(self) -> str:
+        return f"dynaflow({getattr(self.fun, '__name__', self.fun)}, scheduler={self.scheduler!r})"
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        # So that a method of a class can be scheduled like a function.
+        return self if instance is None else functools.partial(self, instance)
+
+    def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Resolved, list[Any]]:
+        call = _Call.of(self, args, kwargs)
+        key = (call.signature, compat.trace_context())
+        with self._lock:
+            resolved = self._cache.get(key)
+            if resolved is not None:
+                self._cache.move_to_end(key)
+        if resolved is None:
+            resolved = Resolved(self, call)
+            # What closes over a value of a trace in progress must not outlive it.
+            if not any(compat.is_tracer(value) for value in resolved.constants):
+                with self._lock:
+                    self._cache[key] = resolved
+                    while len(self._cache) > _CACHE_SIZE:
+                        self._cache.popitem(last=False)
+        return resolved, call.leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The arguments of one call, taken apart.
+
+    Attributes:
+      tree: their structure.
+      leaves: the arrays among them.
+      positions: where those stand among all leaves.
+      static: the other leaves, by position.
+      avals: types of the arrays.
+      axes: batch axis of each array, or ``None``.
+      names: path of each array, for messages.
+      shards: over how many devices the batch is split already.
+    """
+
+    tree: Any
+    leaves: list[Any]
+    positions: tuple[int, ...]
+    static: tuple[tuple[int, Any], ...]
+    avals: tuple[Any, ...]
+    axes: tuple[int | None, ...]
+    names: tuple[str, ...]
+    shards: int
+
+    @property
+    def signature(self) -> Any:
+        """Equal for calls that run the same program."""
+        return self.tree, self.positions, self.static, self.avals, self.axes, self.shards
+
+    @staticmethod
+    def of(flow: DynaFlow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        with_paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        axes = _batch_axes(flow, args, kwargs, tree)
+        leaves, positions, static, chosen, names = [], [], [], [], []
+        for i, ((path, leaf), axis) in enumerate(zip(with_paths, axes, strict=True)):
+            if compat.is_array(leaf) or compat.is_tracer(leaf):
+                leaves.append(leaf)
+                positions.append(i)
+                names.append(_argument_name(flow.fun, path))
+                chosen.append(_check_axis(axis, leaf, names[-1]))
+            else:
+                static.append((i, _hashable(leaf, _argument_name(flow.fun, path))))
+        avals = tuple(compat.aval_of(leaf) for leaf in leaves)
+        shards = _shards(flow, leaves, avals, chosen)
+        return _Call(tree, leaves, tuple(positions), tuple(static), avals, tuple(chosen), tuple(names), shards)
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with these arrays."""
+        everything = [None] * (len(self.positions) + len(self.static))
+        for position, leaf in zip(self.positions, leaves, strict=True):
+            everything[position] = leaf
+        for position, value in self.static:
+            everything[position] = value
+        return jax.tree.unflatten(self.tree, everything)
+
+    def batch_size(self) -> int | None:
+        """Rows of the batch; ``None`` if nothing is split."""
+        sizes = {
+            aval.shape[axis]: name
+            for aval, axis, name in zip(self.avals, self.axes, self.names, strict=True)
+            if axis is not None
+        }
+        if len(sizes) > 1:
+            (a, first), (b, second) = list(sizes.items())[:2]
+            raise SplitError(f"batch_axes: {first} has {a} rows and {second} has {b}; a batch has one size.")
+        if self.axes and not sizes and any(axis is not None for axis in self.axes):
+            raise SplitError("batch_axes names no array.")
+        return next(iter(sizes), None)
+
+    def avals_at(self, size: int) -> list[Any]:
+        """Types of the arrays when the batch has ``size`` rows."""
+        return [
+            aval if axis is None else compat.resized(aval, axis, size)
+            for aval, axis in zip(self.avals, self.axes, strict=True)
+        ]
+
+
+def _hashable(leaf: Any, name: str) -> Any:
+    try:
+        hash(leaf)
+    except TypeError:
+        raise DynaFlowError(
+            f"The argument {name} is {type(leaf).__name__}: neither an array nor hashable. "
+            "Pass arrays, or close over it."
+        ) from None
+    return leaf
+
+
+def _argument_name(fun: Callable[..., Any], path: Any) -> str:
+    """``params['w']`` for a leaf's path in ``(args, kwargs)``."""
+    which, *rest = path
+    if which.idx == 0 and rest:
+        index, *rest = rest
+        try:
+            parameters = list(inspect.signature(fun).parameters)
+            name = parameters[index.idx]
+        except (ValueError, TypeError, IndexError):
+            name = f"argument {index.idx}"
+    elif rest:
+        index, *rest = rest
+        name = str(index.key)
+    else:
+        name = "argument"
+    return name + jax.tree_util.keystr(tuple(rest))
+
+
+def _check_axis(axis: Any, leaf: Any, name: str) -> int | None:
+    if axis is None:
+        return None
+    ndim = np.ndim(leaf) if not hasattr(leaf, "ndim") else leaf.ndim
+    if not isinstance(axis, int) or isinstance(axis, bool) or not -ndim <= axis < ndim:
+        raise SplitError(f"batch_axes gives {name} the axis {axis!r}; it has {ndim} axes.")
+    return axis % ndim
+
+
+def _batch_axes(flow: DynaFlow, args: tuple[Any, ...], kwargs: dict[str, Any], tree: Any) -> list[Any]:
+    """The batch axis of every leaf of ``(args, kwargs)``."""
+    axes = flow.batch_axes
+    if isinstance(axes, dict) and axes and all(isinstance(name, str) for name in axes):
+        by_position, by_name = _axes_by_name(flow.fun, axes, args, kwargs)
+    else:
+        by_position, by_name = axes, {}
+    if isinstance(by_position, list):
+        by_position = tuple(by_position)
+    if isinstance(by_position, tuple) and len(by_position) != len(args):
+        raise SplitError(
+            f"batch_axes has {len(by_position)} entries for {len(args)} positional arguments; "
+            "give one for each (None for those that are not split), or a dict by parameter name."
+        )
+    try:
+        positional = _prefix(by_position, args)
+        named = [axis for name in sorted(kwargs) for axis in _prefix(by_name.get(name), kwargs[name])]
+    except ValueError as error:
+        raise SplitError(f"batch_axes does not fit the arguments: {error}") from None
+    return positional + named
+
+
+def _prefix(prefix: Any, full: Any) -> list[Any]:
+    """A pytree prefix, one entry for each leaf; ``None`` is an entry."""
+    found: list[Any] = []
+
+    def add(entry: Any, subtree: Any) -> None:
+        found.extend([entry] * jax.tree.structure(subtree).num_leaves)
+
+    jax.tree.map(add, prefix, full, is_leaf=lambda entry: entry is None)
+    return found
+
+
+def _axes_by_name(fun: Any, axes: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    names = [
+        parameter.name
+        for parameter in inspect.signature(fun).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    used = names[: len(args)]
+    if unknown := sorted(set(axes) - set(used) - set(kwargs)):
+        known = ", ".join([*used, *kwargs])
+        raise SplitError(f"batch_axes names {unknown[0]!r}, which is not among the arguments: {known}.")
+    return tuple(axes.get(name) for name in used) + (None,) * (len(args) - len(used)), axes
+
+
+def _shards(flow: DynaFlow, leaves: list[Any], avals: Sequence[Any], axes: Sequence[int | None]) -> int:
+    """Over how many devices the batch is split already."""
+    if flow.batch_mesh_axes is not None:
+        mesh = jax.sharding.get_abstract_mesh()
+        sizes = [mesh.shape.get(name) for name in flow.batch_mesh_axes]
+        if mesh.empty:
+            sizes = [_mesh_of(leaves).get(name) for name in flow.batch_mesh_axes]
+        if None in sizes:
+            missing = flow.batch_mesh_axes[sizes.index(None)]
+            raise SplitError(f"batch_mesh_axes names {missing!r}, which no mesh in use has; set one with jax.set_mesh.")
+        return int(np.prod(sizes, dtype=int))
+    for leaf, aval, axis in zip(leaves, avals, axes, strict=True):
+        if axis is not None and (count := compat.shards_of(leaf, aval, axis)) > 1:
+            return count
+    return 1
+
+
+def _mesh_of(leaves: list[Any]) -> dict[str, int]:
+    for leaf in leaves:
+        if not compat.is_tracer(leaf) and isinstance(getattr(leaf, "sharding", None), jax.sharding.NamedSharding):
+            return dict(leaf.sharding.mesh.shape)
+    return {}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Traced:
+    """A function traced at one batch size."""
+
+    flat: Flat
+    constants: tuple[Any, ...]
+    out_tree: Any
+
+
+class Resolved:
+    """A function at one set of shapes, with all that was decided for it.
+
+    Attributes:
+      whole: the operators on the whole batch.
+      region: the operators of the micro-batches.
+      plan: what runs when.
+      constants: values that the function closes over, the first inputs of every program.
+    """
+
+    def __init__(self, flow: DynaFlow, call: _Call):
+        self.flow = flow
+        self.layout = dataclasses.replace(call, leaves=[])
+        self.batch_size = call.batch_size()
+        platform, kind = compat.device()
+        self._ridge = cost.ridge(platform, kind)
+        avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), call.arguments(call.avals))
+        mesh = jax.sharding.get_abstract_mesh()
+        self.info = InputInfo(
+            self.batch_size or 1, avals, platform, kind, None if mesh.empty else mesh, flow.context, call.shards
+        )
+        strategy = flow.scheduler
+        sizes = (self.batch_size or 1,)
+        if self.batch_size is not None:
+            asked = strategy.split(self.info)
+            sizes = batch_split.check_sizes(asked, self.batch_size, call.shards, repr(strategy))
+        split = len(sizes) > 1
+        self._traced = self._trace(self.batch_size, draws=split)
+        self.constants = self._traced.constants
+        self.whole = Variant(cut(self._traced.flat, flow.rules, self._ridge), {})
+        self._variants: dict[int, Variant] = {}
+        self._states: dict[int, tuple[Any, ...]] = {}
+        variants = tuple(map(self.variant, sizes)) if split else (self.whole,)
+        self.region = Region(sizes, variants, self.variant)
+        if isinstance(strategy, Replay):
+            strategy.plan.validate(self.region, self.info)
+            self.plan = strategy.plan
+        else:
+            self.plan = make_plan(run_strategy(strategy, self.region, self.info), self.region, repr(strategy))
+        self._joins = batch_outputs.joins(
+            flow.out_axes,
+            self._traced.out_tree,
+            [self._states[size] for size in sizes] if split else None,
+            self._traced.flat.program.outvars,
+            flow.weights is not None,
+        )
+        self._run = jax.jit(self._evaluate, inline=True)
+
+    def _trace(self, size: int | None, *, draws: bool) -> _Traced:
+        """The function's flat program at a batch size."""
+        flow, layout = self.flow, self.layout
+        out_tree: Any = None
+
+        def flat_fun(*leaves: Any) -> list[Any]:
+            nonlocal out_tree
+            args, kwargs = layout.arguments(leaves)
+            outs, out_tree = jax.tree.flatten(flow.fun(*args, **kwargs))
+            return outs
+
+        avals = list(layout.avals) if size is None else layout.avals_at(size)
+        with labelling(flow.rules):
+            program, constants = trace(flat_fun, avals)
+            flat, constants = inline(program, constants, flow.rules, draws=draws, unroll=flow.unroll)
+        return _Traced(flat, constants, out_tree)
+
+    def variant(self, size: int) -> Variant:
+        """The operators at a number of rows, with the proof that the batch may be split that way."""
+        if size == self.batch_size:
+            return self.whole
+        if size not in self._variants:
+            self._variants[size] = self._make_variant(size)
+        return self._variants[size]
+
+    def _make_variant(self, size: int) -> Variant:
+        assert self.batch_size is not None
+        full, part = self._traced, self._trace(size, draws=True)
+        if len(part.flat.program.invars) != len(full.flat.program.invars) or part.out_tree != full.out_tree:
+            raise SplitError(
+                f"At {size} rows the function closes over other constants, or returns another structure, than at "
+                f"{self.batch_size}: its program depends on the batch size."
+            )
+        constants = (full.constants, part.constants)
+        programs = (full.flat.program, part.flat.program)
+        analysis = analyse(*programs, self.layout.axes, self.batch_size, size, self._allows, consts=constants)
+        if analysis.mixing:
+            raise BatchMixingError(_mixing_message(analysis.mixing, self.batch_size, size))
+        self._states[size] = analysis.outputs
+        drawn = frozenset(map(id, analysis.draws))
+        index = None
+        if self.flow.rng == "exact":
+            flat = batch_draws.extract(part.flat, full.flat, analysis.states, drawn)
+        else:
+            flat, index = batch_draws.fold_in_index(part.flat, drawn)
+            index = index if flat is not part.flat else None
+        return Variant(cut(flat, self.flow.rules, self._ridge, warn=False), analysis.states, index)
+
+    def _allows(self, site: MixingSite) -> bool:
+        names = set(_names(site))
+        return any(entry == "*" or entry in names for entry in self.flow.allowed)
+
+    def call(self, leaves: Sequence[Any]) -> Any:
+        """Evaluates the plan on arrays of the shapes it was made for."""
+        run = self._run
+        if self.region.graph.opened:
+            run = _with_derivative_of(self._run, self._unscheduled)
+        outs = run(list(self.constants), list(leaves))
+        return jax.tree.unflatten(self._traced.out_tree, outs)
+
+    def _unscheduled(self, constants: list[Any], leaves: list[Any]) -> list[Any]:
+        args, kwargs = self.layout.arguments(leaves)
+        return jax.tree.leaves(self.flow.fun(*args, **kwargs))
+
+    def _evaluate(self, constants: list[Any], leaves: list[Any]) -> list[Any]:
+        sizes, shards = self.region.sizes, self.layout.shards
+        if len(sizes) == 1:
+            values = [*constants, *leaves]
+            return xla.run(self.region, self.plan.steps, xla.Inputs([values], values), shards)[0]
+        parts, arguments = [], []
+        for m, (offset, size) in enumerate(zip(batch_split.offsets(sizes), sizes, strict=True)):
+            rows = [
+                leaf if axis is None else batch_split.take(leaf, Rows(axis), sum(sizes), offset, size, shards)
+                for leaf, axis in zip(leaves, self.layout.axes, strict=True)
+            ]
+            index = [jnp.uint32(m)] if self.region.variants[m].index is not None else []
+            arguments.append(rows)
+            parts.append([*index, *constants, *rows])
+        outs = xla.run(self.region, self.plan.steps, xla.Inputs(parts, [*constants, *leaves]), shards)
+        weights = None
+        if self.flow.weights is not None:
+            weights = []
+            for rows in arguments:
+                args, kwargs = self.layout.arguments(rows)
+                weights.append(self.flow.weights(*args, **kwargs))
+        return batch_outputs.join(self._joins, outs, sizes, shards, weights)
+
+
+def _mixing_message(sites: Sequence[MixingSite], batch_size: int, size: int) -> str:
+    lines = [f"Splitting the batch of {batch_size} rows into micro-batches of {size} is not proven to be harmless:"]
+    lines += [f"  - {site}" for site in sites[:10]]
+    if len(sites) > 10:
+        lines.append(f"  - and {len(sites) - 10} more")
+    lines.append(
+        "Let the strategy's split return the whole batch, or, if every micro-batch may do this for itself, pass "
+        f"allow_batch_mixing=({_names(sites[0])[0]!r},) to dynaflow."
+    )
+    return "\n".join(lines)
+
+
+def _names(site: MixingSite) -> list[str]:
+    """By what ``allow_batch_mixing`` may name a site: an operator, a module's path or its end, or a primitive."""
+    labels, path = [], []
+    for name, is_transform in site.name_stack:
+        if label := Label.decode(name):
+            labels.append(label.name)
+        elif not is_transform:
+            path.append(name)
+    paths = ["/".join(path[i:j]) for j in range(len(path), 0, -1) for i in range(j)]
+    return [*labels[::-1], *paths, site.primitive]
+
+
+def _with_derivative_of(run: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` with the derivative of ``fun``.
+
+    Opening a call to schedule what is inside it loses its own derivative rule (``custom_vjp``), or what it saves on
+    memory (``remat``). Neither is lost if the unscheduled function is what gets differentiated.
+    """
+    scheduled = jax.custom_jvp(run)
+
+    @scheduled.defjvp
+    def jvp(primals, tangents):  # pyright: ignore[reportUnusedFunction]
+        return jax.jvp(fun, primals, tangents)
+
+    return scheduled
