@@ -303,16 +303,39 @@ def resized(aval: Any, axis: int, size: int) -> Any:
     return aval.update(shape=(*aval.shape[:axis], size, *aval.shape[axis + 1 :]))
 
 
-def shards_of(leaf: Any, aval: Any, axis: int) -> int:
+def explicit_sharding(value: Any) -> Any:
+    """The sharding of a value if it is part of its type (mesh axes of explicit type); else ``None``."""
+    sharding = getattr(jax.typeof(value), "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.empty:
+        return None
+    return sharding if any(entry is not None for entry in sharding.spec) else None
+
+
+def shards_of(leaf: Any, axis: int) -> int:
     """Over how many devices an array is split along an axis, as far as its type or its placement tells."""
-    sharding = getattr(aval, "sharding", None)
-    if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.empty or not any(sharding.spec):
-        sharding = None if is_tracer(leaf) else getattr(leaf, "sharding", None)
-    if not isinstance(sharding, jax.sharding.NamedSharding) or axis >= len(sharding.spec):
+    sharding = None if isinstance(leaf, jax.ShapeDtypeStruct) else explicit_sharding(leaf)
+    if sharding is None and not is_tracer(leaf):
+        sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
         return 1
-    names = sharding.spec[axis]
+    return spec_shards(sharding.mesh, sharding.spec, axis)
+
+
+def spec_shards(mesh: Any, spec: Any, axis: int) -> int:
+    """Over how many devices of a mesh a partition spec splits an axis."""
+    names = spec[axis] if axis < len(spec) else None
     names = () if names is None else (names,) if isinstance(names, str) else names
-    return int(np.prod([sharding.mesh.shape[name] for name in names if isinstance(name, str)], dtype=int))
+    return int(np.prod([mesh.shape[name] for name in names if isinstance(name, str)], dtype=int))
+
+
+def input_shards(eqn: Any, position: int, axis: int) -> int:
+    """Over how many devices an equation wants its input split along an axis: ``shard_map``, or a constraint."""
+    if eqn.primitive.name == "shard_map":
+        return spec_shards(eqn.params["mesh"], eqn.params["in_specs"][position], axis)
+    sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return spec_shards(sharding.mesh, sharding.spec, axis)
+    return 1
 
 
 def device() -> tuple[str, str]:

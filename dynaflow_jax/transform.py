@@ -27,7 +27,7 @@ from dynaflow_jax.graph import OpGraph, cut
 from dynaflow_jax.inline import Flat, inline
 from dynaflow_jax.lowering import xla
 from dynaflow_jax.plan import Plan, Replay, make_plan
-from dynaflow_jax.program import trace
+from dynaflow_jax.program import Program, trace
 from dynaflow_jax.schedule import InputInfo, OpScheduler, run_strategy
 
 _CACHE_SIZE = 64  # resolved functions kept per dynaflow call, least recently used first out
@@ -43,7 +43,7 @@ def dynaflow(
     weights: Callable[..., Any] | None = None,
     rng: Literal["exact", "per_micro_batch"] = "exact",
     allow_batch_mixing: str | Sequence[str] = (),
-    batch_mesh_axes: str | Sequence[str] | None = None,
+    batch_shards: int | None = None,
     backend: str = "auto",
     unroll: int = 1,
     context: Any = None,
@@ -74,8 +74,9 @@ def dynaflow(
         ``"per_micro_batch"`` folds the micro-batch's index into the keys, which saves memory.
       allow_batch_mixing: operators, module paths or primitives that may mix rows of the batch (batch statistics, the
         capacity of experts), each then within its micro-batch. ``"*"`` allows everything.
-      batch_mesh_axes: mesh axes over which the batch is sharded, where JAX does not tell (arguments of a ``jit``
-        whose mesh axes are automatic). The batch is then split within every shard.
+      batch_shards: over how many devices the batch is sharded, so that it is split within every shard. Found by
+        itself where JAX tells: from arrays and types with a sharding, and from ``shard_map`` and sharding
+        constraints on the arguments; not for arguments of a ``jit`` that leaves sharding to the compiler.
       backend: ``"xla"``, ``"dispatch"`` or ``"auto"``.
       unroll: how many iterations of a loop a strategy sees at once.
       context: anything hashable that the strategy should know: a phase, a load, a kind of hardware.
@@ -95,6 +96,8 @@ def dynaflow(
         raise DynaFlowError(f"backend must be 'auto', 'xla' or 'dispatch', not {backend!r}.")
     if backend == "dispatch":
         raise DynaFlowError("backend='dispatch' is not in this version; use 'auto' or 'xla'.")
+    if batch_shards is not None and (not isinstance(batch_shards, int) or batch_shards < 1):
+        raise DynaFlowError(f"batch_shards is a positive whole number, not {batch_shards!r}.")
     if not isinstance(unroll, int) or unroll < 1:
         raise DynaFlowError(f"unroll is a positive whole number, not {unroll!r}.")
     return DynaFlow(
@@ -106,7 +109,7 @@ def dynaflow(
         weights,
         rng,
         (allow_batch_mixing,) if isinstance(allow_batch_mixing, str) else tuple(allow_batch_mixing),
-        (batch_mesh_axes,) if isinstance(batch_mesh_axes, str) else batch_mesh_axes,
+        batch_shards,
         unroll,
         context,
     )
@@ -125,7 +128,7 @@ class DynaFlow:
         weights: Callable[..., Any] | None,
         rng: str,
         allowed: tuple[str, ...],
-        batch_mesh_axes: Sequence[str] | None,
+        batch_shards: int | None,
         unroll: int,
         context: Any,
     ):
@@ -137,7 +140,7 @@ class DynaFlow:
         self.weights = weights
         self.rng = rng
         self.allowed = allowed
-        self.batch_mesh_axes = batch_mesh_axes
+        self.batch_shards = batch_shards
         self.unroll = unroll
         self.context = context
         self._cache: OrderedDict[Any, Resolved] = OrderedDict()
@@ -230,7 +233,8 @@ class _Call:
             else:
                 static.append((i, _hashable(leaf, _argument_name(flow.fun, path))))
         avals = tuple(compat.aval_of(leaf) for leaf in leaves)
-        shards = _shards(flow, leaves, avals, chosen)
+        placed = [compat.shards_of(leaf, axis) for leaf, axis in zip(leaves, chosen, strict=True) if axis is not None]
+        shards = flow.batch_shards or max(placed, default=1)
         return _Call(tree, leaves, tuple(positions), tuple(static), avals, tuple(chosen), tuple(names), shards)
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -244,16 +248,11 @@ class _Call:
 
     def batch_size(self) -> int | None:
         """Rows of the batch; ``None`` if nothing is split."""
-        sizes = {
-            aval.shape[axis]: name
-            for aval, axis, name in zip(self.avals, self.axes, self.names, strict=True)
-            if axis is not None
-        }
+        rows = zip(self.avals, self.axes, self.names, strict=True)
+        sizes = {aval.shape[axis]: name for aval, axis, name in rows if axis is not None}
         if len(sizes) > 1:
             (a, first), (b, second) = list(sizes.items())[:2]
             raise SplitError(f"batch_axes: {first} has {a} rows and {second} has {b}; a batch has one size.")
-        if self.axes and not sizes and any(axis is not None for axis in self.axes):
-            raise SplitError("batch_axes names no array.")
         return next(iter(sizes), None)
 
     def avals_at(self, size: int) -> list[Any]:
@@ -348,33 +347,37 @@ def _axes_by_name(fun: Any, axes: dict[str, Any], args: tuple[Any, ...], kwargs:
     return tuple(axes.get(name) for name in used) + (None,) * (len(args) - len(used)), axes
 
 
-def _shards(flow: DynaFlow, leaves: list[Any], avals: Sequence[Any], axes: Sequence[int | None]) -> int:
-    """Over how many devices the batch is split already."""
-    if flow.batch_mesh_axes is not None:
-        mesh = jax.sharding.get_abstract_mesh()
-        sizes = [mesh.shape.get(name) for name in flow.batch_mesh_axes]
-        if mesh.empty:
-            sizes = [_mesh_of(leaves).get(name) for name in flow.batch_mesh_axes]
-        if None in sizes:
-            missing = flow.batch_mesh_axes[sizes.index(None)]
-            raise SplitError(f"batch_mesh_axes names {missing!r}, which no mesh in use has; set one with jax.set_mesh.")
-        return int(np.prod(sizes, dtype=int))
-    for leaf, aval, axis in zip(leaves, avals, axes, strict=True):
-        if axis is not None and (count := compat.shards_of(leaf, aval, axis)) > 1:
-            return count
-    return 1
-
-
-def _mesh_of(leaves: list[Any]) -> dict[str, int]:
-    for leaf in leaves:
-        if not compat.is_tracer(leaf) and isinstance(getattr(leaf, "sharding", None), jax.sharding.NamedSharding):
-            return dict(leaf.sharding.mesh.shape)
-    return {}
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Traced:
     """A function traced at one batch size."""
+
+    program: Program
+    constants: tuple[Any, ...]
+    out_tree: Any
+
+    def shards(self, axes: Sequence[int | None]) -> int:
+        """Over how many devices the program itself wants its batched inputs split."""
+        axis_of = dict(zip(self.program.invars[len(self.constants) :], axes, strict=True))
+        return max(
+            (
+                compat.input_shards(eqn, position, axis)
+                for eqn in self.program.eqns
+                if eqn.primitive.name in ("shard_map", "sharding_constraint")
+                for position, var in enumerate(eqn.invars)
+                if not compat.is_literal(var) and (axis := axis_of.get(var)) is not None
+            ),
+            default=1,
+        )
+
+    def flat(self, flow: DynaFlow, *, draws: bool) -> _Flattened:
+        """The program with everything opened that has a boundary inside."""
+        options = {"draws": draws, "unroll": flow.unroll}
+        return _Flattened(*inline(self.program, self.constants, flow.rules, **options), self.out_tree)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Flattened:
+    """A traced function after inlining; ``constants`` are the first inputs of the flat program."""
 
     flat: Flat
     constants: tuple[Any, ...]
@@ -393,22 +396,33 @@ class Resolved:
 
     def __init__(self, flow: DynaFlow, call: _Call):
         self.flow = flow
-        self.layout = dataclasses.replace(call, leaves=[])
         self.batch_size = call.batch_size()
+        self.layout = dataclasses.replace(call, leaves=[])
         platform, kind = compat.device()
         self._ridge = cost.ridge(platform, kind)
+        traced = self._trace(None)
+        if self.layout.shards == 1 and self.batch_size is not None:
+            shards = traced.shards(call.axes)
+            # Only a hint: a batch that does not divide is split by consecutive rows.
+            self.layout = dataclasses.replace(self.layout, shards=1 if self.batch_size % shards else shards)
         avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), call.arguments(call.avals))
         mesh = jax.sharding.get_abstract_mesh()
         self.info = InputInfo(
-            self.batch_size or 1, avals, platform, kind, None if mesh.empty else mesh, flow.context, call.shards
+            self.batch_size or 1,
+            avals,
+            platform,
+            kind,
+            None if mesh.empty else mesh,
+            flow.context,
+            self.layout.shards,
         )
         strategy = flow.scheduler
         sizes = (self.batch_size or 1,)
         if self.batch_size is not None:
             asked = strategy.split(self.info)
-            sizes = batch_split.check_sizes(asked, self.batch_size, call.shards, repr(strategy))
+            sizes = batch_split.check_sizes(asked, self.batch_size, self.layout.shards, repr(strategy))
         split = len(sizes) > 1
-        self._traced = self._trace(self.batch_size, draws=split)
+        self._traced = traced.flat(flow, draws=split)
         self.constants = self._traced.constants
         self.whole = Variant(cut(self._traced.flat, flow.rules, self._ridge), {})
         self._variants: dict[int, Variant] = {}
@@ -429,22 +443,19 @@ class Resolved:
         )
         self._run = jax.jit(self._evaluate, inline=True)
 
-    def _trace(self, size: int | None, *, draws: bool) -> _Traced:
-        """The function's flat program at a batch size."""
-        flow, layout = self.flow, self.layout
-        out_tree: Any = None
+    def _trace(self, size: int | None) -> _Traced:
+        """The function's program at a batch size; ``None`` for the whole batch."""
+        layout, out_tree = self.layout, None
 
         def flat_fun(*leaves: Any) -> list[Any]:
             nonlocal out_tree
             args, kwargs = layout.arguments(leaves)
-            outs, out_tree = jax.tree.flatten(flow.fun(*args, **kwargs))
+            outs, out_tree = jax.tree.flatten(self.flow.fun(*args, **kwargs))
             return outs
 
-        avals = list(layout.avals) if size is None else layout.avals_at(size)
-        with labelling(flow.rules):
-            program, constants = trace(flat_fun, avals)
-            flat, constants = inline(program, constants, flow.rules, draws=draws, unroll=flow.unroll)
-        return _Traced(flat, constants, out_tree)
+        with labelling(self.flow.rules):
+            program, constants = trace(flat_fun, layout.avals if size is None else layout.avals_at(size))
+        return _Traced(program, constants, out_tree)
 
     def variant(self, size: int) -> Variant:
         """The operators at a number of rows, with the proof that the batch may be split that way."""
@@ -456,7 +467,7 @@ class Resolved:
 
     def _make_variant(self, size: int) -> Variant:
         assert self.batch_size is not None
-        full, part = self._traced, self._trace(size, draws=True)
+        full, part = self._traced, self._trace(size).flat(self.flow, draws=True)
         if len(part.flat.program.invars) != len(full.flat.program.invars) or part.out_tree != full.out_tree:
             raise SplitError(
                 f"At {size} rows the function closes over other constants, or returns another structure, than at "

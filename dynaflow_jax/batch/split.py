@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dynaflow_jax import compat
 from dynaflow_jax.batch.state import ONE, Invariant, N, Rows, Scale, State, Total, is_zero
 from dynaflow_jax.errors import SplitError
 
@@ -54,7 +55,9 @@ def take(value: Any, rows: Rows, batch_size: int, offset: int, size: int, shards
     blocks = (outer, shards, batch_size // shards, inner)
     blocked = jnp.reshape(value, (*shape[:axis], *blocks, *shape[axis + 1 :]))
     part = jax.lax.slice_in_dim(blocked, offset // shards, (offset + size) // shards, axis=axis + 2)
-    return jnp.reshape(part, (*shape[:axis], outer * size * inner, *shape[axis + 1 :]))
+    # Where sharding is part of the type, merging axes does not say by itself what the result's is.
+    sharding = compat.explicit_sharding(value)
+    return jnp.reshape(part, (*shape[:axis], outer * size * inner, *shape[axis + 1 :]), out_sharding=sharding)
 
 
 def join(parts: Sequence[Any], rows: Rows, sizes: Sequence[int], shards: int = 1) -> Any:
@@ -70,7 +73,8 @@ def join(parts: Sequence[Any], rows: Rows, sizes: Sequence[int], shards: int = 1
         for part, size in zip(parts, sizes, strict=True)
     ]
     whole = jax.lax.concatenate(blocked, axis + 2)
-    return jnp.reshape(whole, (*shape[:axis], outer * sum(sizes) * inner, *shape[axis + 1 :]))
+    sharding = compat.explicit_sharding(parts[0])
+    return jnp.reshape(whole, (*shape[:axis], outer * sum(sizes) * inner, *shape[axis + 1 :]), out_sharding=sharding)
 
 
 # -- values between operators, when some run on several micro-batches at once --------------------------------------
