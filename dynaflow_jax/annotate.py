@@ -76,6 +76,10 @@ def _check_tags(tags: Iterable[str] | str, what: str) -> frozenset[str]:
     return tags
 
 
+# What a function under ``jax.custom_vjp`` or ``jax.custom_jvp`` gets its rules by, above a mark as well as below it.
+_DERIVATIVE_SETTERS = ("defvjp", "defjvp", "defjvps")
+
+
 class mark:
     """Marks a piece of the model as an operator of its own: a context manager, and a decorator.
 
@@ -124,7 +128,10 @@ class mark:
             with _scope(self.name, self.tags, None):
                 return fun(*args, **kwargs)
 
-        return marked  # type: ignore[return-value]
+        for name in _DERIVATIVE_SETTERS:
+            if hasattr(fun, name):
+                setattr(marked, name, getattr(fun, name))
+        return marked  # pyright: ignore[reportReturnType]
 
     def __repr__(self) -> str:
         return f"mark({self.name!r}, tags={sorted(self.tags)})"
@@ -198,6 +205,10 @@ class SplitFunc:
         object.__setattr__(self, "name", None if name is None else _check_name(name, "df.SplitFunc"))
         object.__setattr__(self, "tags", _check_tags(tags, repr(self)))
 
+    def label(self, index: int) -> Label:
+        """The label of what this names, where it is the rule of that index."""
+        return Label(self.name or self.target, self.tags, 0, index)
+
     def __repr__(self) -> str:
         return f"SplitFunc({self.target!r})"
 
@@ -236,10 +247,15 @@ class Rules:
             atoms.extend(members)
         return Rules(tuple(atoms), tuple(sequences))
 
-    @property
+    @functools.cached_property
     def modules(self) -> tuple[tuple[int, SplitModule], ...]:
         """The module rules with their indices."""
         return tuple((i, rule) for i, rule in enumerate(self.atoms) if isinstance(rule, SplitModule))
+
+    @functools.cached_property
+    def funcs(self) -> tuple[tuple[int, SplitFunc], ...]:
+        """The function rules with their indices."""
+        return tuple((i, rule) for i, rule in enumerate(self.atoms) if isinstance(rule, SplitFunc))
 
 
 # -- labelling while a function is traced --------------------------------------------------------------------------
@@ -264,7 +280,7 @@ def _scope(name: str, tags: frozenset[str], rule: int | None) -> contextlib.Abst
 
 @contextlib.contextmanager
 def labelling(rules: Rules) -> Iterator[None]:
-    """While this is open, marks write labels in this thread, and calls of modules that a rule names are labelled."""
+    """While this is open, marks write labels in this thread, and calls that a rule names are labelled."""
     outer = (_tracing.counter, _tracing.rules, _tracing.modules)
     _tracing.counter, _tracing.rules, _tracing.modules = itertools.count(), rules, ()
     try:
@@ -274,6 +290,8 @@ def labelling(rules: Rules) -> Iterator[None]:
             if rules.modules:
                 _intercept_linen(stack)
                 _intercept_calls(stack, rules)
+            if rules.funcs:
+                _intercept_derivatives(stack)
             yield
     finally:
         _tracing.counter, _tracing.rules, _tracing.modules = outer
@@ -335,8 +353,29 @@ def _intercept_calls(stack: contextlib.ExitStack, rules: Rules) -> None:
             roots.add(nnx.Module)  # parents too, since a module's path is found from its callers
     for cls in _with_subclasses(roots):
         if "__call__" in vars(cls) and not _is_linen(cls):
-            _patch(cls)
-            stack.callback(_unpatch, cls)
+            _patch(stack, cls, _call_module)
+
+
+def _call_module(module: Any, run: Callable[[], Any]) -> Any:
+    path = _attribute_path(module)
+    return _call_labelled(module, path, run, scope=path.rpartition("/")[0])
+
+
+def _intercept_derivatives(stack: contextlib.ExitStack) -> None:
+    """Has functions with derivative rules of their own tell of their calls.
+
+    Once differentiated such a call is only the equations of its rule, which do not say whose they are.
+    """
+    for cls in (jax.custom_jvp, jax.custom_vjp):
+        _patch(stack, cls, _call_with_derivative)
+
+
+def _call_with_derivative(fun: Any, run: Callable[[], Any]) -> Any:
+    for index, rule in _tracing.rules.funcs if _tracing.rules else ():
+        if rule.target == getattr(fun, "__name__", None):
+            with _scope(rule.name or rule.target, rule.tags, index):
+                return run()
+    return run()
 
 
 def _with_subclasses(roots: Iterable[type]) -> list[type]:
@@ -354,7 +393,9 @@ def _is_linen(cls: type) -> bool:
     return "flax.linen" in sys.modules and issubclass(cls, sys.modules["flax.linen"].Module)
 
 
-def _patch(cls: type) -> None:
+def _patch(stack: contextlib.ExitStack, cls: type, intercept: Callable[[Any, Callable[[], Any]], Any]) -> None:
+    """Has ``intercept`` make the calls of a class's instances, in traces of ours, until ``stack`` closes."""
+    stack.callback(_unpatch, cls)
     with _patch_lock:
         count, original = _patched.get(cls, (0, vars(cls)["__call__"]))
         _patched[cls] = (count + 1, original)
@@ -364,10 +405,7 @@ def _patch(cls: type) -> None:
         @functools.wraps(original)
         def call(self, *args, **kwargs):
             run = functools.partial(original, self, *args, **kwargs)
-            if _tracing.counter is None:  # another thread traces, not this one
-                return run()
-            path = _attribute_path(self)
-            return _call_labelled(self, path, run, scope=path.rpartition("/")[0])
+            return run() if _tracing.counter is None else intercept(self, run)  # another thread may trace, not this one
 
         type.__setattr__(cls, "__call__", call)
 

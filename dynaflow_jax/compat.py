@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-# Private, and with no public counterpart in any supported version: the name stack of an equation, and the context
-# that sets it while an equation is bound.
-from jax._src import source_info_util
+# Private, and with no public counterpart in any supported version: the name stack of an equation, the context that
+# sets it while an equation is bound, and what of JAX's configuration a trace depends on.
+from jax._src import config, source_info_util
 from jax.extend import core as jex_core
 
 TESTED_VERSIONS = ("0.10", "0.11", "0.12")
@@ -30,10 +30,9 @@ Literal = jex_core.Literal
 JaxprEqn = jex_core.JaxprEqn
 Jaxpr = jex_core.Jaxpr
 ClosedJaxpr = jex_core.ClosedJaxpr
-Atom = Any  # Var | Literal; JAX exports no public union
 
 
-def is_literal(atom: Atom) -> bool:
+def is_literal(atom: Any) -> bool:
     """Whether an atom of a jaxpr is a constant written into the equation."""
     return isinstance(atom, Literal)
 
@@ -45,14 +44,7 @@ def is_dropped(var: Any) -> bool:
 
 def new_var(aval: Any) -> Any:
     """A variable that no other jaxpr holds."""
-    return _fresh_var(aval)
-
-
-def _fresh_var(aval: Any) -> Any:
-    try:
-        return Var(aval)
-    except TypeError:  # an older signature took a suffix first
-        return Var("", aval)  # type: ignore[call-arg]
+    return Var(aval)
 
 
 def consts_of(jaxpr: Any) -> tuple[Any, ...]:
@@ -127,14 +119,17 @@ def scopes(stack: Any) -> tuple[tuple[str, bool], ...]:
     return tuple((entry.name, isinstance(entry, source_info_util.Transform)) for entry in stack.stack)
 
 
-def empty_name_stack() -> Any:
-    """The name stack with nothing in it."""
-    return source_info_util.NameStack()
-
-
 def source_line(eqn: Any) -> str:
     """``file:line (function)`` of the user's code that made an equation, or an empty string."""
     return source_info_util.summarize(eqn.source_info)
+
+
+@contextlib.contextmanager
+def scope_of(eqn: Any) -> Iterator[None]:
+    """The name stack, mesh and configuration under which an equation was traced."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
 
 
 def bind(eqn: Any, *invals: Any) -> list[Any]:
@@ -158,12 +153,6 @@ def is_array(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
-@contextlib.contextmanager
-def nothing() -> Iterator[None]:
-    """A context that does nothing."""
-    yield
-
-
 # -- traces -------------------------------------------------------------------------------------------------------
 
 _trace_key = jax.make_user_context(None)
@@ -176,17 +165,6 @@ def distinct_trace(key: Any) -> contextlib.AbstractContextManager[Any]:
     without them.
     """
     return _trace_key(key)
-
-
-def eager() -> bool:
-    """Whether no trace is in progress in this thread."""
-    return jax.core.trace_state_clean() if hasattr(jax.core, "trace_state_clean") else _trace_state_clean()
-
-
-def _trace_state_clean() -> bool:
-    from jax._src import core
-
-    return core.trace_state_clean()
 
 
 _pjit_eqn: Any = None
@@ -247,47 +225,36 @@ def region_params(eqn: Any, body: Any, extra: int) -> dict[str, Any]:
 # -- what an equation says about itself ---------------------------------------------------------------------------
 
 
-def scan_counts(eqn: Any) -> tuple[int, int]:
-    """How many inputs of a ``scan`` are constants, and how many are carried (JAX 0.11 packs the two in a tree)."""
-    params = eqn.params
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(consts), len(carry)
+def manual_axes(value: Any) -> frozenset[Any]:
+    """The mesh axes over which a value, or a type, differs between devices inside ``shard_map``."""
+    return _varying(value if isinstance(value, jax.core.AbstractValue) else jax.typeof(value)) or frozenset()
 
 
 def replicated(aval: Any) -> bool:
     """Whether a value inside ``shard_map`` is known to be the same on every device."""
-    varying = getattr(aval, "mat", None)
-    return varying is not None and not varying.varying
+    return _varying(aval) == frozenset()
 
 
-@contextlib.contextmanager
-def scope_of(eqn: Any) -> Iterator[None]:
-    """The name stack, mesh and configuration under which an equation was traced."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-        yield
+def _varying(aval: Any) -> frozenset[Any] | None:
+    manual = getattr(aval, "mat", None)  # tokens and references have none
+    return None if manual is None else manual.varying
 
 
 def shard_map_like(eqn: Any, fun: Any, in_specs: Any, out_specs: Any) -> Any:
     """``fun`` under ``shard_map`` over the mesh axes of a ``shard_map`` equation."""
     params = eqn.params
-    axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
     return jax.shard_map(
         fun,
         mesh=params["mesh"],
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=set(axes),
+        axis_names=set(params["newly_manual_axes"]),
         check_vma=params["check_vma"],
     )
 
 
 def trace_context() -> Any:
     """Everything in JAX's configuration that a traced program depends on: part of the key of every cache of them."""
-    from jax._src import config
-
     return config.trace_context()
 
 
@@ -343,3 +310,8 @@ def device() -> tuple[str, str]:
     chosen = jax.config.jax_default_device
     found = chosen if hasattr(chosen, "device_kind") else jax.devices()[0]
     return found.platform, found.device_kind
+
+
+def drops_barriers() -> bool:
+    """Whether the compiler for the default device drops optimization barriers before it schedules."""
+    return JAX_VERSION < (0, 11) and device()[0] == "cpu"

@@ -6,7 +6,6 @@ feeds or reads it, so bytes count only values that must pass through memory.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -31,12 +30,23 @@ _REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax argmin "
     "cumsum cumprod cummax cummin cumlogsumexp reduce_window_sum reduce_window_max reduce_window_min".split()
 )
-# Their results pass through memory whatever surrounds them.
-_MATERIALISED = COLLECTIVES | _REDUCTIONS
-_MATERIALISED |= frozenset(
+# Kernels of their own: operands and results pass through memory, whatever surrounds them.
+_KERNELS = COLLECTIVES | frozenset(
     "dot_general ragged_dot ragged_dot_general conv_general_dilated sort top_k gather scatter scatter-add scatter-mul "
     "scatter_add scatter_mul dynamic_update_slice fft cholesky triangular_solve eigh svd qr lu while cond scan "
     "pallas_call ffi_call custom_call pure_callback io_callback shard_map random_bits".split()
+)
+# The same memory under another type.
+_VIEWS = frozenset(
+    "reshape squeeze expand_dims optimization_barrier pvary pcast copy_p name sharding_constraint "
+    "mesh_cast reshard layout_constraint".split()
+)
+# These only rearrange: a kernel reads through them.
+_MOVEMENT = frozenset("broadcast_in_dim iota slice copy".split())
+# Recomputing these for every reader costs more than keeping the result, so XLA does not.
+_EXPENSIVE = frozenset(
+    "div rem exp exp2 expm1 log log1p tanh logistic erf erf_inv erfc sin cos tan sqrt rsqrt cbrt pow atan2 "
+    "lgamma digamma random_bits threefry2x32".split()
 )
 
 # FLOP per byte above which the matrix unit, not the memory, is the limit: dense bf16 rate over memory bandwidth, of
@@ -78,10 +88,7 @@ def flops(eqn: Any) -> float:
     if name in _REDUCTIONS:
         return float(size_of(eqn.invars[0].aval))
     if name == "conv_general_dilated":
-        numbers = eqn.params["dimension_numbers"]
-        kernel = eqn.invars[1].aval.shape
-        taps = math.prod(kernel[d] for d in numbers.rhs_spec[1:])  # input features of a group, and the window
-        return 2.0 * size_of(eqn.outvars[0].aval) * taps
+        return _convolution_flops(eqn)
     if name.startswith("ragged_dot"):
         return 2.0 * size_of(eqn.invars[0].aval) * eqn.invars[1].aval.shape[-1]
     if name == "cond":
@@ -94,13 +101,26 @@ def flops(eqn: Any) -> float:
     return 0.0
 
 
+def _convolution_flops(eqn: Any) -> float:
+    """Multiplications and additions with padding and the holes of dilation left out, as XLA counts them."""
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    image, kernel, out = (var.aval.shape for var in (*eqn.invars[:2], eqn.outvars[0]))
+    count = 2.0 * kernel[numbers.rhs_spec[1]]
+    count *= math.prod(out[d] for d in numbers.out_spec[:2])  # rows and output features
+    for i, (low, _) in enumerate(params["padding"]):
+        size, taps, steps = (
+            shape[spec[i + 2]]
+            for shape, spec in ((image, numbers.lhs_spec), (kernel, numbers.rhs_spec), (out, numbers.out_spec))
+        )
+        holes = params["lhs_dilation"][i]
+        at = np.arange(steps)[:, None] * params["window_strides"][i] - low
+        at = at + np.arange(taps) * params["rhs_dilation"][i]
+        count *= int(((at >= 0) & (at <= (size - 1) * holes) & (at % holes == 0)).sum())
+    return count
+
+
 def _body_flops(jaxpr: Any) -> float:
     return sum(flops(eqn) for eqn in compat.open_jaxpr(jaxpr).eqns)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_movement(name: str) -> bool:
-    return name in ("broadcast_in_dim", "iota", "squeeze", "reshape", "expand_dims", "copy", "copy_p", "slice")
 
 
 def traffic(eqns: Iterable[Any], outputs: Sequence[Any]) -> float:
@@ -110,38 +130,127 @@ def traffic(eqns: Iterable[Any], outputs: Sequence[Any]) -> float:
       eqns: the equations of an operator.
       outputs: the variables that something outside reads; they pass through memory.
     """
-    total = 0.0
-    made_by: dict[Any, Any] = {}  # variables that fuse into their reader, and the equation that makes them
-    kept = set(outputs)
-    eqns = list(_opened(eqns))
-    for eqn in eqns:
-        if eqn.primitive.name in _MATERIALISED:
-            kept.update(var for var in eqn.invars if not compat.is_literal(var) and _is_computed(var, made_by))
-        else:
-            made_by.update((var, eqn) for var in eqn.outvars)
-    for eqn in eqns:
+    fusion = _Fusion(list(_opened(eqns)), outputs)
+    return float(sum(map(fusion.traffic, fusion.eqns)))
+
+
+class _Fusion:
+    """What XLA makes of equations: kernels, with elementwise work fused into whatever reads it.
+
+    Attributes:
+      eqns: the equations.
+      made_by: for each variable that is evaluated where it is read, its equation.
+      kept: those of them that pass through memory all the same.
+    """
+
+    def __init__(self, eqns: Sequence[Any], outputs: Sequence[Any]):
+        self.eqns = eqns
+        self.products = {eqn.outvars[0]: eqn for eqn in eqns if eqn.primitive.name == "dot_general"}
+        self.made_by = {
+            var: eqn
+            for eqn in eqns
+            if eqn.primitive.name not in _KERNELS and eqn.primitive.name not in _REDUCTIONS
+            for var in eqn.outvars
+        }
+        self.kept = {self.source(var) for var in outputs if not compat.is_literal(var)}
+        readers: dict[Any, set[Any]] = {}  # the kernels that evaluate a variable
+        for i, eqn in reversed(list(enumerate(eqns))):
+            name = eqn.primitive.name
+            operands = [self.source(var) for var in eqn.invars if not compat.is_literal(var)]
+            if name in _KERNELS:
+                self.kept.update(var for var in operands if self.is_computed(var))
+                continue
+            kernels = {i} if name in _REDUCTIONS else set()
+            for var in eqn.outvars:
+                kernels |= {var} if var in self.kept else readers.get(var, set())
+            if name in _EXPENSIVE and len(kernels) > 1:
+                self.kept.update(eqn.outvars)
+                kernels = {i}
+            for var in operands:
+                readers.setdefault(var, set()).update(kernels)
+
+    def source(self, var: Any) -> Any:
+        """The variable of which ``var`` is a view."""
+        while (eqn := self.made_by.get(var)) is not None:
+            if eqn.primitive.name not in _VIEWS and not self._is_transposed_product(eqn):
+                break
+            source = eqn.invars[list(eqn.outvars).index(var) if len(eqn.outvars) > 1 else 0]
+            if compat.is_literal(source):
+                break
+            var = source
+        return var
+
+    def _is_transposed_product(self, eqn: Any) -> bool:
+        """Whether an equation transposes a matrix product, which can be written transposed at once."""
+        if eqn.primitive.name != "transpose" or (product := self.products.get(eqn.invars[0])) is None:
+            return False
+        _, (batch, _) = product.params["dimension_numbers"]
+        return all(d < len(batch) for d in eqn.params["permutation"][: len(batch)])
+
+    def is_computed(self, var: Any) -> bool:
+        """Whether a variable holds more than a rearrangement of a value that memory holds already."""
+        while (eqn := self.made_by.get(var)) is not None and eqn.primitive.name in _MOVEMENT:
+            var = next((self.source(v) for v in eqn.invars if not compat.is_literal(v)), None)
+        return eqn is not None
+
+    def traffic(self, eqn: Any) -> float:
+        """Bytes that evaluating an equation moves, with everything fused into it."""
         name = eqn.primitive.name
         if name == "scan":
-            total += eqn.params["length"] * sum(
-                traffic(body.eqns, body.outvars)
-                for body in (compat.open_jaxpr(body) for _, body in compat.sub_jaxprs(eqn))
-            )
-        elif name in _MATERIALISED:
-            total += sum(bytes_of(var.aval) for var in _read(eqn, made_by, kept))
-            total += sum(bytes_of(var.aval) for var in eqn.outvars)
-        else:
-            for var in eqn.outvars:
-                if var in kept and name not in ("reshape", "squeeze", "expand_dims"):  # these are views
-                    total += bytes_of(var.aval)
-                    total += sum(bytes_of(read.aval) for read in _read(eqn, made_by, kept))
-    return total
+            bodies = (compat.open_jaxpr(body) for _, body in compat.sub_jaxprs(eqn))
+            return eqn.params["length"] * sum(traffic(body.eqns, body.outvars) for body in bodies)
+        written = sum(bytes_of(var.aval) for var in eqn.outvars)
+        if name == "gather":
+            return 2 * written + bytes_of(eqn.invars[1].aval)
+        if name.startswith("scatter"):  # in place
+            return 2 * bytes_of(eqn.invars[2].aval) + bytes_of(eqn.invars[1].aval)
+        if name == "dynamic_update_slice":  # in place
+            return 2 * bytes_of(eqn.invars[1].aval)
+        if name in _KERNELS or name in _REDUCTIONS:
+            return written + self.read(eqn.invars) + (self.rearranged(eqn) if name == "dot_general" else 0)
+        if name not in _VIEWS and (kept := [var for var in eqn.outvars if var in self.kept]):
+            return sum(bytes_of(var.aval) for var in kept) + self.read([kept[0]], through_kept=True)
+        return 0
+
+    def read(self, atoms: Iterable[Any], *, through_kept: bool = False) -> int:
+        """Bytes in memory that evaluating ``atoms`` reads."""
+        total = 0
+        pending = [self.source(var) for var in atoms if not compat.is_literal(var)]
+        first, seen = set(pending) if through_kept else set(), set(pending)
+        while pending:
+            var = pending.pop()
+            eqn = self.made_by.get(var)
+            if eqn is None or (var in self.kept and var not in first):
+                total += bytes_of(var.aval)
+                continue
+            sources = {self.source(v) for v in eqn.invars if not compat.is_literal(v)}
+            if eqn.primitive.name in ("slice", "dynamic_slice") and not any(map(self.is_computed, sources)):
+                total += bytes_of(var.aval)  # not the whole of what it is a slice of
+                continue
+            pending += sources - seen
+            seen |= sources
+        return total
+
+    def rearranged(self, eqn: Any) -> int:
+        """Bytes moved to bring a product's operands into an order that a matrix product can read."""
+        contract, batch = eqn.params["dimension_numbers"]
+        total = 0
+        for var, contracted, batched in zip(eqn.invars, contract, batch, strict=True):
+            # What is computed for the product alone is written in the right order at once.
+            if compat.is_literal(var) or self.is_computed(self.source(var)):
+                continue
+            rest = [d for d in range(len(var.aval.shape)) if d not in batched and d not in contracted]
+            orders = ([*batched, *rest, *contracted], [*batched, *contracted, *rest])
+            if sorted(orders[0]) not in orders:
+                total += 2 * bytes_of(var.aval)
+        return total
 
 
 def _opened(eqns: Iterable[Any]) -> Iterable[Any]:
     """Equations with plain calls replaced by what they call, joined by renaming where the call's edges are."""
     for eqn in eqns:
         bodies = list(compat.sub_jaxprs(eqn)) if eqn.params else []
-        if len(bodies) == 1 and eqn.primitive.name not in _MATERIALISED:
+        if len(bodies) == 1 and eqn.primitive.name not in _KERNELS:
             inner = compat.open_jaxpr(bodies[0][1])
             if len(inner.invars) == len(eqn.invars):
                 env = dict(zip(inner.invars, eqn.invars, strict=True))
@@ -158,29 +267,3 @@ def _opened(eqns: Iterable[Any]) -> Iterable[Any]:
 def _renamed(eqn: Any, env: dict[Any, Any]) -> Any:
     invars = [var if compat.is_literal(var) else env.get(var, var) for var in eqn.invars]
     return compat.replace_eqn(eqn, invars=invars, outvars=[env.get(var, var) for var in eqn.outvars])
-
-
-def _is_computed(var: Any, made_by: dict[Any, Any]) -> bool:
-    """Whether a fused variable holds more than a rearrangement of a value that memory holds already."""
-    eqn = made_by.get(var)
-    while eqn is not None and _is_movement(eqn.primitive.name):
-        source = next((v for v in eqn.invars if not compat.is_literal(v)), None)
-        eqn = made_by.get(source)
-    return eqn is not None
-
-
-def _read(eqn: Any, made_by: dict[Any, Any], kept: set[Any]) -> set[Any]:
-    """The variables in memory that evaluating an equation reads, through everything fused into it."""
-    found: set[Any] = set()
-    pending = [var for var in eqn.invars if not compat.is_literal(var)]
-    seen = set(pending)
-    while pending:
-        var = pending.pop()
-        if var in kept or var not in made_by:
-            found.add(var)
-            continue
-        for source in made_by[var].invars:
-            if not compat.is_literal(source) and source not in seen:
-                seen.add(source)
-                pending.append(source)
-    return found

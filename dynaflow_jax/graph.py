@@ -6,18 +6,23 @@ one label that outside work separates become several operators.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import heapq
+import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+
 from dynaflow_jax import compat, cost
 from dynaflow_jax.annotate import Rules, SplitModule
 from dynaflow_jax.errors import RuleError, RuleWarning
-from dynaflow_jax.inline import DRAWS, Draw, Flat, Node, Place
+from dynaflow_jax.inline import DRAWS, Flat, Node, Place
 from dynaflow_jax.program import Program
 
 
@@ -38,6 +43,7 @@ class Operator:
       predecessors: indices of the operators whose results it reads.
       program: its equations; inputs and outputs are the variables that cross its edge.
       body: for a loop or ``shard_map``, the graph that is scheduled inside it.
+      draw: for a random draw over the batch, the equations that make it for the whole batch.
     """
 
     index: int
@@ -52,6 +58,12 @@ class Operator:
     predecessors: tuple[int, ...]
     program: Program
     body: OpGraph | None = None
+    draw: tuple[Any, ...] | None = None
+
+    @property
+    def runs_once(self) -> bool:
+        """Whether it runs once for all micro-batches: loops, ``shard_map``, random draws over the batch."""
+        return self.body is not None or self.draw is not None
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -68,6 +80,13 @@ class Operator:
         """The equations as a closed jaxpr from ``inputs`` to ``outputs``."""
         return compat.closed_jaxpr(self.program.invars, self.program.outvars, self.program.eqns, self.name)
 
+    @functools.cached_property
+    def draw_jaxpr(self) -> Any:
+        """The draw for the whole batch as a closed jaxpr, from ``inputs``."""
+        assert self.draw is not None
+        outvars = [v for v in self.draw[-1].outvars if not compat.is_dropped(v)]
+        return compat.closed_jaxpr(self.program.invars, outvars, self.draw, self.name)
+
     def __repr__(self) -> str:
         tags = f", tags={{{', '.join(sorted(self.tags))}}}" if self.tags else ""
         size = f"{_si(self.flops)}FLOP, {_si(self.bytes)}B"
@@ -82,15 +101,11 @@ class OpGraph:
       operators: the operators.
       program: the flat program that was cut; operators share its variables.
       opened: calls with derivative rules of their own that had to be opened.
-      shared: for a micro-batch, the operators that run once for all of them (random draws over the batch).
-      draws: what the outputs of the shared operators are for.
     """
 
     operators: tuple[Operator, ...]
     program: Program
     opened: tuple[str, ...] = ()
-    shared: OpGraph | None = None
-    draws: tuple[Draw, ...] = ()
 
     def __len__(self) -> int:
         return len(self.operators)
@@ -184,7 +199,9 @@ def cut(flat: Flat, rules: Rules, ridge: float, *, warn: bool = True) -> OpGraph
 
 
 def _warn_unused(rules: Rules, used: Counter[int], flat: Flat) -> None:
-    inside = f" It may lie inside {', '.join(flat.unopened)}, which cannot be scheduled." if flat.unopened else ""
+    level = _callers_level()
+    places = ", ".join(call.where for call in flat.unopened)
+    inside = f" It may lie inside {places}, which cannot be scheduled." if places else ""
     for index, rule in enumerate(rules.atoms):
         if not used[index]:
             hint = (
@@ -192,13 +209,31 @@ def _warn_unused(rules: Rules, used: Counter[int], flat: Flat) -> None:
                 if isinstance(rule, SplitModule)
                 else "no primitive, jitted function or scope has that name (wrap a plain function in df.mark)"
             )
-            warnings.warn(f"{rule!r} matched nothing: {hint}.{inside}", RuleWarning, stacklevel=6)
+            warnings.warn(f"{rule!r} matched nothing: {hint}.{inside}", RuleWarning, stacklevel=level)
     for sequence in rules.sequences:
         names = ", ".join(repr(rules.atoms[i]) for i in sequence)
         if all(used[i] for i in sequence) and not used[~sequence[0]]:
-            warnings.warn(f"The rule ({names}) matched no neighbours.", RuleWarning, stacklevel=6)
-    if flat.unopened and not rules.atoms:
-        warnings.warn(f"Marks inside {', '.join(flat.unopened)} have no effect.", RuleWarning, stacklevel=6)
+            warnings.warn(f"The rule ({names}) matched no neighbours.", RuleWarning, stacklevel=level)
+    for call in flat.unopened:
+        if call.marks:
+            names = ", ".join(map(repr, call.marks))
+            warnings.warn(
+                f"The marks {names} inside {call.where} have no effect: it runs as one operator.",
+                RuleWarning,
+                stacklevel=level,
+            )
+
+
+# Where frames between the user's line and ours may come from.
+_LIBRARIES = (*(os.path.dirname(str(module.__file__)) + os.sep for module in (compat, jax)), contextlib.__file__)
+
+
+def _callers_level() -> int:
+    """The ``stacklevel`` at which the caller of ``_warn_unused`` warns of the user's own line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 class _Cutter:
@@ -207,8 +242,8 @@ class _Cutter:
         self.ridge = ridge
         self.used: Counter[int] = Counter()  # equations by rule; ~i counts the joins of the sequence that starts at i
 
-    def cut(self, flat: Flat, prefix: str = "") -> OpGraph:
-        """The graph of one level; its operators' keys start with ``prefix``."""
+    def cut(self, flat: Flat) -> OpGraph:
+        """The graph of one level."""
         nodes, outvars = flat.nodes, flat.program.outvars
         outputs = {var for var in outvars if not compat.is_literal(var)}
         self.used.update(rule for node in nodes if (rule := _rule_of(node)) is not None)
@@ -230,9 +265,8 @@ class _Cutter:
                 if not compat.is_dropped(var) and (var in outputs or read_by.get(var, set()) - {group})
             )
             predecessors = tuple(sorted(rank[p] for p in groups.reads[group]))
-            operators.append(self._operator(len(operators), contents, fixed, outvars, predecessors, names, prefix))
-        shared = None if flat.shared is None else self.cut(flat.shared, "draws:")
-        return OpGraph(tuple(operators), flat.program, flat.opened, shared, flat.draws)
+            operators.append(self._operator(len(operators), contents, fixed, outvars, predecessors, names))
+        return OpGraph(tuple(operators), flat.program, flat.opened)
 
     def _operator(
         self,
@@ -242,7 +276,6 @@ class _Cutter:
         outvars: tuple[Any, ...],
         predecessors: tuple[int, ...],
         names: _Names,
-        prefix: str,
     ) -> Operator:
         eqns = (*fixed, *(node.eqn for node in nodes))
         made = {var for eqn in eqns for var in eqn.outvars}
@@ -264,9 +297,10 @@ class _Cutter:
         bound = "compute" if flops > self.ridge * traffic else "memory"
         if "network" in tags and body is None:
             bound = "network"
-        key = names.key(prefix + "/".join((path, name) if path else (name,)), nodes[0].place)
+        key = names.key("/".join((path, name) if path else (name,)), nodes[0].place)
         program = Program(tuple(read), outvars, eqns)
-        return Operator(index, key, name, path, phase, tags, bound, flops, traffic, predecessors, program, body)
+        draw = None if nodes[0].draw is None else (*fixed, nodes[0].draw)
+        return Operator(index, key, name, path, phase, tags, bound, flops, traffic, predecessors, program, body, draw)
 
 
 class _Names:
@@ -343,7 +377,8 @@ class _Groups:
             eqn.effects
             or eqn.primitive.name in DRAWS
             or any(not compat.is_literal(var) and var not in self._sunk for var in eqn.invars)
-            or any(var in self._outputs or cost.size_of(var.aval) > _SMALL for var in eqn.outvars)
+            or any(var in self._outputs for var in eqn.outvars)
+            or any(cost.size_of(var.aval) > _SMALL for var in node.sized.outvars)
             or any(True for _ in compat.sub_jaxprs(eqn))
         ):
             return False
@@ -524,7 +559,7 @@ def _name(nodes: list[Node], labels: list[Any], rules: Rules) -> tuple[str, str]
         return name, _common([node.place.path for node in nodes if node.place.label is not None])
     if labels:
         return labels[0].name, "/".join(nodes[0].place.path)
-    heaviest = max(nodes, key=lambda node: (cost.flops(node.eqn), max(map(_size, node.eqn.outvars), default=0)))
+    heaviest = max(nodes, key=lambda node: (cost.flops(node.sized), max(map(_size, node.sized.outvars), default=0)))
     return _called(heaviest.eqn), _common([node.place.path for node in nodes])
 
 

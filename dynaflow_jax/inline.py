@@ -7,15 +7,17 @@ Calls (``jit``, ``remat``, ``custom_vjp``, ...) without a boundary inside stay s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import enum
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dynaflow_jax import compat
-from dynaflow_jax.annotate import Label, Rules, SplitFunc
+from dynaflow_jax.annotate import Label, Rules
 from dynaflow_jax.cost import COLLECTIVES
+from dynaflow_jax.errors import SplitError
 from dynaflow_jax.program import Program
 
 REGIONS = frozenset({"scan", "shard_map"})
@@ -57,11 +59,48 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
-    """An equation and its place; ``body`` is set on regions, whose equation holds the body's jaxpr."""
+    """An equation and its place.
+
+    Attributes:
+      eqn: the equation.
+      place: where it comes from.
+      body: for a region, the flat program of its body; the equation holds the same as a jaxpr.
+      draw: for a random draw over the batch, the equation that makes it for the whole batch.
+      twin: the same equation at another size. Whatever depends on how large things are goes by it, so that a program
+        is cut alike at every batch size.
+    """
 
     eqn: Any
     place: Place
     body: Flat | None = None
+    draw: Any = None
+    twin: Any = None
+
+    @property
+    def sized(self) -> Any:
+        """The equation that decides where it matters how large something is."""
+        return self.eqn if self.twin is None else self.twin
+
+
+@dataclasses.dataclass(frozen=True)
+class Unopened:
+    """A call, such as a ``while`` loop, inside which nothing can be scheduled.
+
+    Attributes:
+      where: the primitive, and the line of the user's that made it.
+      marks: names of the marks inside it.
+    """
+
+    where: str
+    marks: tuple[str, ...]
+
+
+class Boundary(enum.IntEnum):
+    """What lies inside a jaxpr that asks for opening it."""
+
+    NONE = 0
+    FOUND = 1  # a collective, or a random draw
+    NAMED = 2  # a mark, or what a rule names
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,32 +111,26 @@ class Flat:
       program: the equations.
       nodes: the same equations with their places.
       opened: names of the calls with derivative rules of their own (``custom_vjp``, ``remat``, ...) that were opened.
-      unopened: labels and rules inside ``while`` and ``cond``, where nothing can be scheduled.
-      shared: for a micro-batch, a program run once for all micro-batches: it draws random numbers for the whole batch.
-      draws: what the outputs of ``shared`` are for.
+      unopened: calls with marks or rules' targets inside that cannot be opened, such as ``while`` and ``cond``.
     """
 
     program: Program
     nodes: tuple[Node, ...]
     opened: tuple[str, ...] = ()
-    unopened: tuple[str, ...] = ()
-    shared: Flat | None = None
-    draws: tuple[Draw, ...] = ()
+    unopened: tuple[Unopened, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Draw:
-    """A value that every micro-batch takes its rows of.
-
-    Attributes:
-      part: the variable of the micro-batch's program that takes them.
-      full: the output of the shared program that holds all of them.
-      rows: the batch state that says along which axis.
-    """
-
-    part: Any
-    full: Any
-    rows: Any
+def with_twins(flat: Flat, other: Flat) -> Flat:
+    """A program that will be cut just as the same program at another size."""
+    if len(flat.nodes) != len(other.nodes):
+        raise SplitError("The program has other equations at another batch size, and cannot be split for that.")
+    nodes = []
+    for node, twin in zip(flat.nodes, other.nodes, strict=True):
+        body = node.body
+        if body is not None and twin.body is not None:
+            body = with_twins(body, twin.body)
+        nodes.append(dataclasses.replace(node, body=body, twin=twin.eqn))
+    return dataclasses.replace(flat, nodes=tuple(nodes))
 
 
 def inline(
@@ -129,9 +162,9 @@ class _Inliner:
         self.draws = draws
         self.unroll = unroll
         self.unrolled: list[Any] = []  # bodies of loops that are as they should be
-        self.funcs = [(i, rule) for i, rule in enumerate(rules.atoms) if isinstance(rule, SplitFunc)]
+        self.funcs = dict(rules.funcs)
         self.hoisted: dict[int, tuple[Any, Any]] = {}  # constants of nested jaxprs, as inputs of the program
-        self._boundary: dict[int, tuple[Any, bool]] = {}
+        self._boundaries: dict[int, tuple[Any, Boundary]] = {}
         self._places: dict[Any, Place] = {}
         self.calls = 0
 
@@ -149,24 +182,35 @@ class _Inliner:
             tuple(dict.fromkeys(level.unopened)),
         )
 
-    def has_boundary(self, jaxpr: Any) -> bool:
-        """Whether a label, a rule's target, a collective or (if asked for) a random draw lies inside a jaxpr."""
+    def boundary(self, jaxpr: Any) -> Boundary:
+        """What lies inside a jaxpr: a label, a rule's target, a collective or (if asked for) a random draw."""
         inner = compat.open_jaxpr(jaxpr)
-        if (known := self._boundary.get(id(inner))) is None:
-            known = (inner, any(self._is_boundary(eqn) for eqn in inner.eqns))
-            self._boundary[id(inner)] = known  # holding the jaxpr keeps its id from being used again
+        if (known := self._boundaries.get(id(inner))) is None:
+            known = (inner, max(map(self._boundary_at, inner.eqns), default=Boundary.NONE))
+            self._boundaries[id(inner)] = known  # holding the jaxpr keeps its id from being used again
         return known[1]
 
-    def _is_boundary(self, eqn: Any) -> bool:
-        name = eqn.primitive.name
-        if name in COLLECTIVES or (self.draws and name in DRAWS) or self.func_rule(eqn) is not None:
-            return True
+    def _boundary_at(self, eqn: Any) -> Boundary:
         place = self.place((), compat.scopes(compat.name_stack(eqn)))
-        return place.label is not None or any(self.has_boundary(body) for _, body in compat.sub_jaxprs(eqn))
+        if place.label is not None or self.func_rule(eqn) is not None:
+            return Boundary.NAMED
+        name = eqn.primitive.name
+        found = name in COLLECTIVES or (self.draws and name in DRAWS)
+        inside = max((self.boundary(body) for _, body in compat.sub_jaxprs(eqn)), default=Boundary.NONE)
+        return max(inside, Boundary.FOUND if found else Boundary.NONE)
+
+    def marks_in(self, jaxpr: Any) -> Iterator[str]:
+        """The names of the marks inside a jaxpr."""
+        for eqn in compat.open_jaxpr(jaxpr).eqns:
+            label = self.place((), compat.scopes(compat.name_stack(eqn))).label
+            if label is not None and label.rule is None:
+                yield label.name
+            for _, body in compat.sub_jaxprs(eqn):
+                yield from self.marks_in(body)
 
     def func_rule(self, eqn: Any) -> int | None:
         """The rule that names this equation's primitive, or the function that it calls."""
-        for index, rule in self.funcs:
+        for index, rule in self.funcs.items():
             names = {eqn.primitive.name, _called_name(eqn)}
             if rule.target in names or any(rule.target in alias and alias & names for alias in _ALIASES):
                 return index
@@ -203,9 +247,9 @@ class _Inliner:
         return Place(None, None, _plain(scopes), phase)
 
     def _named(self, scope: str) -> Label | None:
-        for index, rule in self.funcs:
+        for index, rule in self.funcs.items():
             if scope == rule.target:
-                return Label(rule.name or rule.target, rule.tags, 0, index)
+                return rule.label(index)
         return None
 
 
@@ -231,7 +275,7 @@ class _Level:
         self.env: dict[Any, Any] = {}
         self.nodes: list[Node] = []
         self.opened: list[str] = []
-        self.unopened: list[str] = []
+        self.unopened: list[Unopened] = []
 
     def run(self, eqns: Sequence[Any], env: dict[Any, Any], scopes: tuple[Any, ...], stack: Any) -> None:
         """Appends equations; ``env`` renames the variables of an opened jaxpr, ``stack`` is its caller's name stack."""
@@ -239,17 +283,20 @@ class _Level:
         for eqn in eqns:
             own = compat.scopes(compat.name_stack(eqn))
             bodies = [body for _, body in compat.sub_jaxprs(eqn)] if eqn.params else []
-            has_boundary = any(inliner.has_boundary(body) for body in bodies)
+            boundary = max(map(inliner.boundary, bodies), default=Boundary.NONE)
             if renames:
                 invars = [var if compat.is_literal(var) else env.get(var, var) for var in eqn.invars]
             else:
                 invars = [var if compat.is_literal(var) else self.env.get(var, var) for var in eqn.invars]
             name = eqn.primitive.name
             full_stack = stack + compat.name_stack(eqn) if renames else None
-            if has_boundary and name in _CALLS and len(bodies) >= 1 and _fits(bodies[0], eqn):
+            rule = inliner.func_rule(eqn) if inliner.funcs else None
+            if boundary and name in _CALLS and _fits(bodies[0], eqn):
+                if rule is not None:  # what is no operator of its own inside still belongs to what the rule names
+                    own = (*own, (inliner.funcs[rule].label(rule).encode(), False))
                 self._open(eqn, bodies[0], invars, env if renames else self.env, scopes + own, full_stack)
                 continue
-            if has_boundary and name == "scan" and inliner.to_unroll(eqn):
+            if boundary and name == "scan" and inliner.to_unroll(eqn):
                 unrolled = _unrolled(eqn, inliner.unroll, inliner.unrolled)
                 self._open(eqn, unrolled, invars, env if renames else self.env, scopes + own, full_stack)
                 continue
@@ -257,23 +304,24 @@ class _Level:
             if renames:
                 outvars = [compat.new_var(var.aval) if not compat.is_dropped(var) else var for var in eqn.outvars]
                 env.update((old, new) for old, new in zip(eqn.outvars, outvars, strict=True) if old is not new)
-            rule = inliner.func_rule(eqn) if inliner.funcs else None
             place = inliner.place(self.outer + scopes, own)
             if rule is not None:
-                target = inliner.rules.atoms[rule]
-                label = Label(target.name or target.target, target.tags, 0, rule)
+                label = inliner.funcs[rule].label(rule)
                 place = Place(("func", len(self.nodes)), label, place.path, place.phase)
             elif place.label is None and name in COLLECTIVES:
                 place = Place(("collective", len(self.nodes)), None, place.path, place.phase)
             params, body = None, None
-            if has_boundary and name in REGIONS:
+            if boundary and name in REGIONS:
                 around = self.outer + scopes + own
                 params, invars, body = self._region(eqn, bodies[0], invars, around)
                 self.opened.extend(body.opened)
                 self.unopened.extend(body.unopened)
                 place = Place(("region", len(self.nodes)), place.label, place.path, place.phase)
-            elif has_boundary:
-                self.unopened.append(f"{name} at {compat.source_line(eqn) or 'an unknown line'}")
+            elif boundary is Boundary.NAMED:
+                marks = dict.fromkeys(mark for body in bodies for mark in inliner.marks_in(body))
+                self.unopened.append(
+                    Unopened(f"{name} at {compat.source_line(eqn) or 'an unknown line'}", tuple(marks))
+                )
             if renames or params is not None or any(a is not b for a, b in zip(invars, eqn.invars, strict=False)):
                 eqn = compat.replace_eqn(eqn, invars=invars, outvars=outvars, params=params, name_stack=full_stack)
             self.nodes.append(Node(eqn, place, body))
@@ -322,8 +370,7 @@ class _Level:
     def _hoist(self, value: Any) -> Any:
         hoisted = self.inliner.hoisted
         if id(value) not in hoisted:
-            aval = jax.core.get_aval(value) if hasattr(jax.core, "get_aval") else jax.typeof(value)
-            hoisted[id(value)] = (compat.new_var(aval), value)
+            hoisted[id(value)] = (compat.new_var(jax.typeof(value)), value)
         return hoisted[id(value)][0]
 
     def _region(self, eqn: Any, body: Any, invars: list[Any], scopes: Any) -> tuple[dict[str, Any], list[Any], Flat]:

@@ -188,8 +188,6 @@ def fingerprint(region: Region) -> str:
             digest.update(repr((op.key, op.predecessors, shapes)).encode())
             if op.body is not None:
                 add(op.body)
-        if graph.shared is not None:
-            add(graph.shared)
 
     for variant in region.variants:
         add(variant.graph)

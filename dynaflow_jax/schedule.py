@@ -200,27 +200,13 @@ class ScheduleContext:
 
     def _set_up(self) -> None:
         region, batches = self._region, range(len(self.sizes))
-        made_by: dict[Any, OpRef] = {}
-        if region.shared is not None:
-            for op in region.shared:
-                refs = {OpRef(region.shared[i].key, None) for i in op.predecessors}
-                self._add(op, None, (-1, op.index), refs)
-                made_by.update(dict.fromkeys(op.program.outvars, OpRef(op.key, None)))
-        drawn = {draw.part: made_by[draw.full] for draw in region.graph.draws}
-        for m in batches:
-            graph = region.variants[m].graph
-            if graph is not region.graph:
-                drawn.update((draw.part, made_by[draw.full]) for draw in graph.draws)
         for op in region.graph:
-            if op.body is not None:
-                refs = {self._ref(i, m) for m in batches for i in op.predecessors}
-                self._add(op, None, (op.index, 0), refs)
-                continue
-            for m in batches:
-                own = region.operator(op.index, m)
-                refs = {self._ref(i, m) for i in own.predecessors}
-                refs |= {drawn[var] for var in own.program.invars if var in drawn}
-                self._add(own, m, (op.index, m), refs)
+            if op.runs_once:
+                self._add(op, None, (op.index, 0), {self._ref(i, m) for m in batches for i in op.predecessors})
+            else:
+                for m in batches:
+                    own = region.operator(op.index, m)
+                    self._add(own, m, (op.index, m), {self._ref(i, m) for i in own.predecessors})
         for ref, sources in self._sources.items():
             self._waiting[ref] = len(sources)
             for source in sources:
@@ -230,7 +216,7 @@ class ScheduleContext:
 
     def _ref(self, index: int, micro_batch: int) -> OpRef:
         op = self._region.graph.operators[index]
-        return OpRef(op.key, None if op.body is not None else micro_batch)
+        return OpRef(op.key, None if op.runs_once else micro_batch)
 
     def _add(self, op: Operator, micro_batch: int | None, order: tuple[int, int], sources: Iterable[OpRef]) -> None:
         scheduled = ScheduledOperator(op, micro_batch, self)
@@ -303,18 +289,18 @@ class ScheduleContext:
             raise ScheduleError(f"{refs[0]}: priority is a whole number, not {priority!r}.")
         reads = self._check_inputs(refs)
         step = Step(refs, stream, reads, self._indices(after, refs[0]), priority, sm_budget, fn)
-        regions = [op for op in ops if op.operator.body is not None]
-        if regions and (len(ops) > 1 or fn is not None):
-            raise ScheduleError(
-                f"{regions[0].ref} is a loop or shard_map: it can be neither merged, grouped nor replaced as a whole. "
-                "Do that with the operators inside it: schedule is called for them."
-            )
+        once = [op for op in ops if op.operator.runs_once]
+        if once and (len(ops) > 1 or fn is not None):
+            what = "draws random numbers for the whole batch"
+            if once[0].operator.body is not None:
+                what = "is a loop or shard_map (schedule is called for the operators inside)"
+            raise ScheduleError(f"{once[0].ref} {what}: it can be neither merged, grouped nor replaced.")
         if fn is not None:
             self._check_replacement(fn, refs)
         elif step.is_merged:
             self._check_merge(ops)
-        if regions:
-            body = self._region.body(regions[0].operator.index)
+        if once and once[0].operator.body is not None:
+            body = self._region.body(once[0].operator.index)
             step = dataclasses.replace(step, body=self._enter(body))
         for ref in refs:
             self._done[ref] = len(self._steps)
@@ -394,9 +380,7 @@ class ScheduleContext:
 
     def _check_merge(self, ops: tuple[ScheduledOperator, ...]) -> None:
         for op in ops:
-            if op.micro_batch is None:
-                raise ScheduleError(f"{op.ref} runs once for all micro-batches already; it cannot be merged.")
-            states = self._region.variants[op.micro_batch].states
+            states = self._region.variants[op.micro_batch or 0].states
             for what, variables in (("reads", op.program.invars), ("gives", op.program.outvars)):
                 for var in variables:
                     if problem := merge_problem(states.get(var, INVARIANT), var.aval):
@@ -416,35 +400,31 @@ class ScheduleContext:
             )
 
 
-def external_inputs(region: Region, refs: Sequence[OpRef]) -> list[tuple[int | None, Any]]:
+def external_inputs(region: Region, refs: Sequence[OpRef]) -> list[tuple[int, Any]]:
     """The variables that a group of operators reads from outside it, with their micro-batches, each once."""
-    made: set[tuple[int | None, Any]] = set()
-    found: dict[tuple[int | None, Any], None] = {}
+    made: set[tuple[int, Any]] = set()
+    found: dict[tuple[int, Any], None] = {}
     for ref in refs:
-        op = _operator_of(region, ref)
-        found.update(((ref.micro_batch, var), None) for var in op.program.invars if (ref.micro_batch, var) not in made)
-        made.update((ref.micro_batch, var) for var in op.program.outvars)
+        m = ref.micro_batch or 0
+        op = region.variants[m].graph[ref.key]
+        found.update(((m, var), None) for var in op.program.invars if (m, var) not in made)
+        made.update((m, var) for var in op.program.outvars)
     return list(found)
 
 
-def external_outputs(region: Region, refs: Sequence[OpRef]) -> list[tuple[int | None, Any]]:
+def external_outputs(region: Region, refs: Sequence[OpRef]) -> list[tuple[int, Any]]:
     """The variables of a group of operators that something outside it reads, with their micro-batches."""
-    found: list[tuple[int | None, Any]] = []
-    for m in dict.fromkeys(ref.micro_batch for ref in refs):
-        inside = {ref.key for ref in refs if ref.micro_batch == m}
-        graph = region.shared if m is None and region.shared is not None else region.variants[m or 0].graph
-        read = {v for op in graph if op.key not in inside for v in op.program.invars}
-        read |= {var for var in graph.program.outvars if not compat.is_literal(var)}
-        for ref in refs:
-            if ref.micro_batch == m:
-                found += [(m, var) for var in _operator_of(region, ref).program.outvars if var in read]
+    found: list[tuple[int, Any]] = []
+    for m in dict.fromkeys(ref.micro_batch or 0 for ref in refs):
+        own = [ref.key for ref in refs if (ref.micro_batch or 0) == m]
+        graph = region.variants[m].graph
+        read = {var for var in graph.program.outvars if not compat.is_literal(var)}
+        inside = set(own)
+        for index in {i for key in own for i in graph.successors[graph[key].index]}:
+            if graph.operators[index].key not in inside:
+                read.update(graph.operators[index].program.invars)
+        found += [(m, var) for key in own for var in graph[key].program.outvars if var in read]
     return found
-
-
-def _operator_of(region: Region, ref: OpRef) -> Operator:
-    if ref.micro_batch is None and region.shared is not None and ref.key.startswith("draws:"):
-        return region.shared[ref.key]
-    return region.variants[ref.micro_batch or 0].graph[ref.key]
 
 
 def run_strategy(strategy: OpScheduler, region: Region, info: InputInfo) -> tuple[Step, ...]:

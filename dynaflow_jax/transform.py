@@ -19,12 +19,12 @@ from dynaflow_jax.annotate import Label, Rule, Rules, labelling
 from dynaflow_jax.batch import draws as batch_draws
 from dynaflow_jax.batch import outputs as batch_outputs
 from dynaflow_jax.batch import split as batch_split
-from dynaflow_jax.batch.proof import MixingSite, analyse
+from dynaflow_jax.batch.proof import Analysis, MixingSite, analyse
 from dynaflow_jax.batch.region import Region, Variant
 from dynaflow_jax.batch.state import Rows
 from dynaflow_jax.errors import BatchMixingError, DynaFlowError, SplitError
 from dynaflow_jax.graph import OpGraph, cut
-from dynaflow_jax.inline import Flat, inline
+from dynaflow_jax.inline import Flat, inline, with_twins
 from dynaflow_jax.lowering import xla
 from dynaflow_jax.plan import Plan, Replay, make_plan
 from dynaflow_jax.program import Program, trace
@@ -426,7 +426,8 @@ class Resolved:
         self.constants = self._traced.constants
         self.whole = Variant(cut(self._traced.flat, flow.rules, self._ridge), {})
         self._variants: dict[int, Variant] = {}
-        self._states: dict[int, tuple[Any, ...]] = {}
+        self._states: dict[int, tuple[Any, ...]] = {}  # of the outputs, by size
+        self._draws: batch_draws.Draws = frozenset()
         variants = tuple(map(self.variant, sizes)) if split else (self.whole,)
         self.region = Region(sizes, variants, self.variant)
         if isinstance(strategy, Replay):
@@ -458,16 +459,32 @@ class Resolved:
         return _Traced(program, constants, out_tree)
 
     def variant(self, size: int) -> Variant:
-        """The operators at a number of rows, with the proof that the batch may be split that way."""
-        if size == self.batch_size:
-            return self.whole
+        """The operators of a micro-batch, or of several joined, with the proof that the batch may be split that way."""
         if size not in self._variants:
             self._variants[size] = self._make_variant(size)
         return self._variants[size]
 
     def _make_variant(self, size: int) -> Variant:
         assert self.batch_size is not None
-        full, part = self._traced, self._trace(size).flat(self.flow, draws=True)
+        full, states = self._traced, {}
+        if size == self.batch_size:  # all micro-batches joined
+            part = full
+        else:
+            part = self._trace(size).flat(self.flow, draws=True)
+            analysis = self._analyse(part, size)
+            states = analysis.states
+            self._states[size] = analysis.outputs
+            self._draws = batch_draws.locate(part.flat, analysis.draws)
+        flat, index = with_twins(part.flat, full.flat), None
+        if self.flow.rng == "exact":
+            flat = batch_draws.draw_once(flat, full.flat, self._draws)
+        else:
+            flat, index = batch_draws.draw_separately(flat, self._draws)
+        return Variant(cut(flat, self.flow.rules, self._ridge, warn=False), states, index)
+
+    def _analyse(self, part: _Flattened, size: int) -> Analysis:
+        assert self.batch_size is not None
+        full = self._traced
         if len(part.flat.program.invars) != len(full.flat.program.invars) or part.out_tree != full.out_tree:
             raise SplitError(
                 f"At {size} rows the function closes over other constants, or returns another structure, than at "
@@ -478,15 +495,7 @@ class Resolved:
         analysis = analyse(*programs, self.layout.axes, self.batch_size, size, self._allows, consts=constants)
         if analysis.mixing:
             raise BatchMixingError(_mixing_message(analysis.mixing, self.batch_size, size))
-        self._states[size] = analysis.outputs
-        drawn = frozenset(map(id, analysis.draws))
-        index = None
-        if self.flow.rng == "exact":
-            flat = batch_draws.extract(part.flat, full.flat, analysis.states, drawn)
-        else:
-            flat, index = batch_draws.fold_in_index(part.flat, drawn)
-            index = index if flat is not part.flat else None
-        return Variant(cut(flat, self.flow.rules, self._ridge, warn=False), analysis.states, index)
+        return analysis
 
     def _allows(self, site: MixingSite) -> bool:
         names = set(_names(site))
@@ -507,8 +516,7 @@ class Resolved:
     def _evaluate(self, constants: list[Any], leaves: list[Any]) -> list[Any]:
         sizes, shards = self.region.sizes, self.layout.shards
         if len(sizes) == 1:
-            values = [*constants, *leaves]
-            return xla.run(self.region, self.plan.steps, xla.Inputs([values], values), shards)[0]
+            return xla.run(self.region, self.plan.steps, [[*constants, *leaves]], shards)[0]
         parts, arguments = [], []
         for m, (offset, size) in enumerate(zip(batch_split.offsets(sizes), sizes, strict=True)):
             rows = [
@@ -518,7 +526,7 @@ class Resolved:
             index = [jnp.uint32(m)] if self.region.variants[m].index is not None else []
             arguments.append(rows)
             parts.append([*index, *constants, *rows])
-        outs = xla.run(self.region, self.plan.steps, xla.Inputs(parts, [*constants, *leaves]), shards)
+        outs = xla.run(self.region, self.plan.steps, parts, shards)
         weights = None
         if self.flow.weights is not None:
             weights = []

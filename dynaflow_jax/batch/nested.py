@@ -114,10 +114,10 @@ def _stacked(state: State) -> State:
 @rule("scan", opens=True)
 def scan(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[State]:
     """A loop of known length: what is carried must keep its state, what is stacked gains an axis."""
-    num_consts, num_carry = counts = compat.scan_counts(part)
+    num_consts, num_carry = counts = compat.scan_partition(part)
     if full.params["length"] != part.params["length"]:
         raise Mixing("loops over the rows of the batch")
-    if compat.scan_counts(full) != counts or full.params["reverse"] != part.params["reverse"]:
+    if compat.scan_partition(full) != counts or full.params["reverse"] != part.params["reverse"]:
         raise Mixing("depends on the batch size in its structure")
     consts, init = states[:num_consts], states[num_consts : num_consts + num_carry]
     elements = [_element(state) for state in states[num_consts + num_carry :]]
@@ -204,13 +204,17 @@ def shard_map(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequen
         if type(state) not in (Rows, RowIndex):
             continue
         names = _spec(spec, state.axis)  # type: ignore[attr-defined]
+        if type(state) is Rows and state.pieces is not None:
+            if names != state.pieces[0]:
+                raise Mixing("takes pieces of rows that another shard_map returned, sharded differently")
+            names = state.pieces[1]
         if shards not in (None, names):
             raise Mixing("takes rows of the batch that are sharded differently")
         if names and (type(state) is RowIndex or state.outer != 1):  # type: ignore[attr-defined]
             raise Mixing("shards the positions of the rows, or batches joined end to end")
         shards = names
     shards = shards or ()
-    local = [Total(state.scale) if type(state) is Total else state for state in states]
+    local = [_local(state) for state in states]
     with ctx.region(), ctx.sharded(shards, math.prod(params["mesh"].shape[name] for name in shards)):
         outs = ctx.enter(part, full.params["jaxpr"], params["jaxpr"], local, ctx.used)
     outside: dict[Symbol, Symbol] = {}
@@ -226,10 +230,19 @@ def shard_map(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequen
 
     results = []
     for state, spec in zip(outs, params["out_specs"], strict=True):
-        if type(state) in (Rows, RowIndex) and _spec(spec, state.axis) != shards:  # type: ignore[attr-defined]
-            raise Mixing("returns the rows of the batch sharded differently from how they came in")
+        if type(state) is RowIndex:
+            raise Mixing("returns the positions of rows")
+        if type(state) is Rows and _spec(spec, state.axis) != shards and not state.uniform:
+            state = dataclasses.replace(state, pieces=(_spec(spec, state.axis), shards))
         results.append(leave(state))
     return results
+
+
+def _local(state: State) -> State:
+    """A value as one device sees it."""
+    if type(state) is Rows and state.pieces is not None:
+        return dataclasses.replace(state, pieces=None)
+    return Total(state.scale) if type(state) is Total else state
 
 
 def _across(ctx: Any, part: Any) -> bool:

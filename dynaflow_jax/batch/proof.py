@@ -48,8 +48,8 @@ class MixingSite:
     """A place where splitting the batch is not proven harmless.
 
     Attributes:
-      eqn: the equation of the micro-batch's program; None if an input or a constant is at fault.
-      primitive: the name of its primitive, or ``input``.
+      eqn: the equation of the micro-batch's program; None if an input, an output or a constant is at fault.
+      primitive: the name of its primitive, or ``interface``.
       reason: what it does, in one clause: "reduces over the batch with max".
       source: the line of the user's code, as `compat.source_line` has it.
       name_stack: the scopes around the equation, outermost first, those of enclosing equations included.
@@ -129,6 +129,9 @@ def analyse(
             ctx.report(None, f"of the program: {what} {mixing}")
             states.append(ctx.guess(f, p))
     outputs = ctx.walk(full, part, states, [True] * len(part.outvars))
+    for i, state in enumerate(outputs):
+        if type(state) is Rows and state.pieces is not None:
+            ctx.report(None, f"of the program: output {i} holds rows sharded differently from how they came in")
     return Analysis(ctx.states, tuple(outputs), tuple(ctx.sites.values()), tuple(ctx.draws.values()))
 
 
@@ -151,6 +154,7 @@ class ProofContext:
         self.used: Sequence[bool] = ()
         self._num_shards = 1
         self._path: tuple[tuple[str, bool], ...] = ()
+        self._source = ""  # of the equation around: what JAX's own functions trace once has no line of the user's
         self._quiet = 0  # mixing is not reported: the values are not read, or came out of mixing themselves
         self._rehearsals = 0  # states are not recorded: a loop has not settled yet
         self._deciding = 0  # inside a branch or a loop of unknown length
@@ -171,10 +175,10 @@ class ProofContext:
     def report(self, eqn: Any, reason: str) -> bool:
         """Note a mixing site, unless it is allowed; returns whether it is."""
         if eqn is None:
-            site = MixingSite(None, "input", reason, "", self._path)
+            site = MixingSite(None, "interface", reason, "", self._path)
         else:
             scopes = self._path + compat.scopes(compat.name_stack(eqn))
-            site = MixingSite(eqn, eqn.primitive.name, reason, compat.source_line(eqn), scopes)
+            site = MixingSite(eqn, eqn.primitive.name, reason, compat.source_line(eqn) or self._source, scopes)
         allowed = self.allow(site)
         if not (allowed or self._quiet):
             self.sites.setdefault((id(eqn), reason, site.name_stack), site)  # a loop is walked more than once
@@ -200,12 +204,13 @@ class ProofContext:
         for i in range(num_consts):
             pair = (values[0][i], values[1][i]) if i < min(map(len, values)) else (None, None)
             of_consts.append(self.checked(programs[0].invars[i], programs[1].invars[i], self.constant(*pair)))
-        path, outer_used = self._path, self.used
-        self._path = path + compat.scopes(compat.name_stack(eqn))
+        saved = self._path, self._source, self.used
+        self._source = compat.source_line(eqn) or self._source
+        self._path = self._path + compat.scopes(compat.name_stack(eqn))
         try:
             return self.walk(*programs, [*of_consts, *states], used)
         finally:
-            self._path, self.used = path, outer_used
+            self._path, self._source, self.used = saved
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -290,12 +295,13 @@ class ProofContext:
         live = _live(part, used)
         apart = None  # the first equation from which the programs are not the same
         for f, p in itertools.zip_longest(full.eqns, part.eqns):
-            if f is None or p is None or not _same_operation(f, p, twins):
+            states_in = None if f is None or p is None else self._inputs(f, p, known, twins)
+            if states_in is None:
                 apart = p or part.eqns[-1] if part.eqns else f
                 break
             dead = not p.effects and live.isdisjoint(p.outvars)
             self._quiet += dead
-            known.update(zip(p.outvars, self._equation(f, p, known, live), strict=True))
+            known.update(zip(p.outvars, self._equation(f, p, states_in, live), strict=True))
             self._quiet -= dead
             twins.update(zip(f.outvars, p.outvars, strict=True))
         if apart is not None:
@@ -303,7 +309,7 @@ class ProofContext:
         outs = []
         for f, p in zip(full.outvars, part.outvars, strict=True):
             if compat.is_literal(f) and compat.is_literal(p):
-                outs.append(self._literal(f, p))
+                outs.append(self._literal(f, p) or VARIES)
             elif not compat.is_literal(f) and not compat.is_literal(p) and twins.get(f) is p:
                 outs.append(known[p])
             else:
@@ -315,27 +321,50 @@ class ProofContext:
                 self.states[var] = state if self.states.get(var, state) == state else VARIES
         return outs
 
-    def _literal(self, full: Any, part: Any) -> State:
-        """The state of a literal."""
-        try:
-            return self.constant(full.val, part.val)
-        except Mixing:
-            return VARIES
+    def _inputs(self, full: Any, part: Any, known: Mapping[Any, State], twins: Mapping[Any, Any]) -> list[State] | None:
+        """The states of an equation's inputs; None if the two equations are not one operation on the same values."""
+        if full.primitive is not part.primitive and full.primitive.name != part.primitive.name:
+            return None
+        if len(full.invars) != len(part.invars) or len(full.outvars) != len(part.outvars):
+            return None
+        states = []
+        for f, p in zip(full.invars, part.invars, strict=True):
+            if isinstance(p, compat.Literal):
+                if not isinstance(f, compat.Literal):
+                    return None
+                states.append(self._literal(f, p))
+            elif isinstance(f, compat.Literal) or twins.get(f) is not p:
+                return None
+            else:
+                states.append(known[p])
+        return states
 
-    def _equation(self, full: Any, part: Any, known: Mapping[Any, State], live: set[Any]) -> Sequence[State]:
-        """The states of an equation's outputs."""
-        states: list[State] = []
+    def _literal(self, full: Any, part: Any) -> State | None:
+        """The state of a literal; None if it depends on the batch size in no simple way."""
+        f, p = full.val, part.val
         try:
-            for f, p in zip(full.invars, part.invars, strict=True):
-                states.append(self.constant(f.val, p.val) if compat.is_literal(p) else known[p])
-            outs = self._apply(full, part, states, live)
+            if f == p:
+                return INVARIANT if p else ZERO
+        except ValueError:  # not a number but an array
+            pass
+        try:
+            return self.constant(f, p)
+        except Mixing:
+            return None
+
+    def _equation(self, full: Any, part: Any, states: Sequence[State | None], live: set[Any]) -> Sequence[State]:
+        """The states of an equation's outputs."""
+        try:
+            if any(state is None for state in states):
+                raise Mixing("uses a constant that depends on the batch size, and not in proportion")
+            region = self.regions[-1]
+            outs = self._apply(full, part, states, live)  # type: ignore[arg-type]
             return [
-                _named(p, self.checked(f, p, out), self.regions[-1])
+                _named(p, self.checked(f, p, out), region)
                 for f, p, out in zip(full.outvars, part.outvars, outs, strict=True)
             ]
         except Mixing as mixing:
-            allowed = self.report(part, str(mixing))
-            if allowed and part.primitive.name in _GUARDS and len(states) == len(part.invars):
+            if self.report(part, str(mixing)) and part.primitive.name in _GUARDS:
                 totals = [state for state in states if type(state) is Total]
                 if len(totals) == 1 and all(type(state) in (Total, Invariant) for state in states):
                     return totals
@@ -348,23 +377,23 @@ class ProofContext:
         if rule is not None and rule.opens:
             self.used = [var in live for var in part.outvars]
             return rule.apply(self, full, part, states)
-        if VARIES in states:
+        if any(state is VARIES for state in states):
             # As if it were the same everywhere: whatever comes of it is as good as the mixing it came out of.
             self._quiet += 1
             try:
-                outs = self._apply(full, part, [INVARIANT if state == VARIES else state for state in states], live)
+                outs = self._apply(full, part, [INVARIANT if state is VARIES else state for state in states], live)
                 return [VARIES if type(out) is Invariant else out for out in outs]
             except Mixing:
                 return [self.guess(f, p) for f, p in zip(full.outvars, part.outvars, strict=True)]
             finally:
                 self._quiet -= 1
         differing = _differing(full.params, part.params)
-        invariant = all(type(state) is Invariant and is_one_scale(state) for state in states)
         if rule is None:
+            invariant = all(type(state) is Invariant and is_one_scale(state) for state in states)
             if not invariant or differing or part.effects:
                 raise Mixing(OPAQUE.get(name, f"is not known: no rule for primitive '{name}'"))
             return [INVARIANT] * len(part.outvars)
-        if not rule.sized.issuperset(differing):
+        if differing and not rule.sized.issuperset(differing):
             parameter = next(key for key in differing if key not in rule.sized)
             raise Mixing(f"depends on the batch size: its parameter '{parameter}' does")
         if not rule.positions and any(type(state) is RowIndex for state in states):
@@ -377,13 +406,10 @@ class ProofContext:
         f, p = shape(full), shape(part)
         if type(state) in (Rows, RowIndex):
             axis = state.axis  # type: ignore[attr-defined]
-            right = (
-                len(f) == len(p) > axis
-                and self._in_ratio(f[axis], p[axis])
-                and changed_axes(full, part) in ([axis], [])
-            )
+            right = len(f) == len(p) > axis and self._in_ratio(f[axis], p[axis])
+            right = right and f[:axis] == p[:axis] and f[axis + 1 :] == p[axis + 1 :]
         else:
-            right = f == p or state == VARIES
+            right = f == p or state is VARIES
         if not right:
             raise Mixing(f"has the shapes {f} and {p} at the two batch sizes, which the proof cannot explain")
         return state
@@ -409,21 +435,6 @@ def _live(program: Program, used: Sequence[bool]) -> set[Any]:
         if eqn.effects or not live.isdisjoint(eqn.outvars):
             live.update(var for var in eqn.invars if not compat.is_literal(var))
     return live
-
-
-def _same_operation(full: Any, part: Any, twins: Mapping[Any, Any]) -> bool:
-    """Whether two equations apply one primitive to the same values."""
-    if full.primitive is not part.primitive and full.primitive.name != part.primitive.name:
-        return False
-    if len(full.invars) != len(part.invars) or len(full.outvars) != len(part.outvars):
-        return False
-    for f, p in zip(full.invars, part.invars, strict=True):
-        if compat.is_literal(p) or compat.is_literal(f):
-            if not (compat.is_literal(p) and compat.is_literal(f)):
-                return False
-        elif twins.get(f) is not p:
-            return False
-    return True
 
 
 def _differing(full: Mapping[str, Any], part: Mapping[str, Any]) -> list[str]:

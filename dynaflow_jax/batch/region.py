@@ -59,11 +59,6 @@ class Region:
         """The operators, as the first micro-batch has them."""
         return self.variants[0].graph
 
-    @property
-    def shared(self) -> OpGraph | None:
-        """The operators that run once for all micro-batches."""
-        return self.graph.shared
-
     def operator(self, index: int, micro_batch: int | None) -> Operator:
         """A micro-batch's own operator."""
         return self.variants[micro_batch or 0].graph.operators[index]

@@ -88,6 +88,8 @@ def is_inexact(atom: Any) -> bool:
 
 def changed_axes(full: Any, part: Any) -> list[int]:
     """The axes of a value whose sizes differ between the full batch and a micro-batch."""
+    if len(shape(full)) != len(shape(part)):
+        raise Mixing("has another number of axes at another batch size")
     return [axis for axis, (n, m) in enumerate(zip(shape(full), shape(part), strict=True)) if n != m]
 
 
@@ -106,7 +108,7 @@ def rows_of(states: Sequence[State]) -> Rows | None:
             found = state
         elif found.axis != state.axis:
             raise Mixing("combines each row of the batch with every other")
-        elif not state.uniform and (state.outer, state.inner) != (found.outer, found.inner):
+        elif not state.uniform and (state.outer, state.inner, state.pieces) != (found.outer, found.inner, found.pieces):
             raise Mixing("combines rows of the batch that are laid out differently")
     return found
 
@@ -172,6 +174,8 @@ def product(a: State, b: State, exponent: int = 1) -> State:
 def whole(full: Any, part: Any, states: Sequence[State]) -> State:
     """The state of a function of whole rows, of which nothing but that is known: scales must be absent."""
     for state in states:
+        if state is INVARIANT:
+            continue
         if type(state) is Total:
             raise Mixing(f"applies {part.primitive.name} to a sum over the batch")
         if not is_one_scale(state):
@@ -238,6 +242,8 @@ def passed_on(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequen
     """The values themselves, or a multiple of them."""
     if part.primitive.name == "neg" and any(type(state) is RowIndex for state in states):
         raise Mixing("computes with the position of a row in the batch")
+    if part.primitive.name in ("conj", "real"):  # another number than the sum, as a factor
+        return [Total(state.scale) if type(state) is Total else state for state in states]
     return list(states[: len(part.outvars)])
 
 
@@ -245,7 +251,8 @@ def passed_on(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequen
 def convert(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
     """Linear, unless it rounds or only asks whether a number is zero."""
     if is_inexact(part.outvars[0]) or (not is_inexact(part.invars[0]) and part.params["new_dtype"].kind != "b"):
-        return states[0]
+        state = states[0]
+        return Total(state.scale) if type(state) is Total and part.invars[0].aval.dtype.kind == "c" else state
     if is_zero(states[0]):
         return states[0]
     if type(states[0]) is RowIndex:
@@ -428,6 +435,8 @@ def rev(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
 
 def _block(full: Any, part: Any, state: Rows) -> tuple[int, int]:
     """How many elements one run through all rows takes along their axis, for the full batch and a micro-batch."""
+    if state.pieces is not None:
+        raise Mixing("joins or cuts rows of the batch that lie in pieces by device")
     return shape(full)[state.axis] // state.outer, shape(part)[state.axis] // state.outer
 
 
@@ -557,6 +566,9 @@ def tile(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
     (state,), reps = states, part.params["reps"]
     if type(state) is not Rows or state.uniform:
         return state
+    if reps[state.axis] == 1:
+        return state
+    _block(full.invars[0], part.invars[0], state)
     return dataclasses.replace(state, outer=state.outer * reps[state.axis])
 
 

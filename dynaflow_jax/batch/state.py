@@ -126,12 +126,15 @@ class Rows(State):
       inner: how many neighbours along the axis belong to one row.
       uniform: whether all elements along the axis are equal; ``outer`` and ``inner`` then mean nothing.
       zero: whether the value is known to be zero everywhere.
+      pieces: if a ``shard_map`` returned the rows that each device holds as pieces of another kind of array (as the
+        residuals of its derivative are), the mesh axes along the axis, and those over which the batch is sharded.
     """
 
     axis: int
     scale: Scale = ONE
     outer: int = 1
     inner: int = 1
+    pieces: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
     uniform: bool = False
     zero: bool = False
 
@@ -141,6 +144,8 @@ class Rows(State):
             text += f" in blocks of {self.inner}"
         if self.outer != 1:
             text += f", {self.outer} times over"
+        if self.pieces is not None:
+            text += ", in pieces by device"
         return _scaled(text, self.scale)
 
 

@@ -7,7 +7,6 @@ results of the step before it on the same stream. Where a step reads those resul
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,71 +17,68 @@ from dynaflow_jax.batch.region import Region
 from dynaflow_jax.batch.split import merge, offsets, take, unmerge
 from dynaflow_jax.batch.state import INVARIANT, Invariant, Rows
 from dynaflow_jax.graph import Operator
-from dynaflow_jax.schedule import OpRef, Step, external_inputs, external_outputs
+from dynaflow_jax.lowering.order import can_wait, hold
+from dynaflow_jax.schedule import Step, external_inputs, external_outputs
 
 Env = dict[Any, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """The values that a region starts from.
-
-    Attributes:
-      parts: for each micro-batch, a value for each input of its program.
-      whole: for each input of the full batch's program, its value where all micro-batches agree; what the shared
-        operators read. ``None`` where they do not.
-    """
-
-    parts: Sequence[Sequence[Any]]
-    whole: Sequence[Any]
+Values = list[list[Any]]
+"""For each micro-batch, a value for each input or output of its program."""
 
 
-def run(region: Region, steps: Sequence[Step], inputs: Inputs, shards: int = 1) -> list[list[Any]]:
+def run(region: Region, steps: Sequence[Step], inputs: Values, shards: int = 1) -> Values:
     """Evaluates a region in the current trace.
 
+    Args:
+      region: the operators of every micro-batch.
+      steps: a plan's steps for this region.
+      inputs: what the micro-batches' programs start from.
+      shards: over how many devices the batch is sharded.
+
     Returns:
-      For each micro-batch, the outputs of its program.
+      The outputs of the micro-batches' programs.
     """
     return _Run(region, inputs, shards).run(steps)
 
 
 class _Run:
-    def __init__(self, region: Region, inputs: Inputs, shards: int):
+    def __init__(self, region: Region, inputs: Values, shards: int):
         self.region = region
         self.shards = shards
-        self.whole: Env = {}
-        if region.shared is not None:
-            self.whole.update(zip(region.shared.program.invars, inputs.whole, strict=True))
         self.envs: list[Env] = [
             dict(zip(variant.graph.program.invars, values, strict=True))
-            for variant, values in zip(region.variants, inputs.parts, strict=True)
+            for variant, values in zip(region.variants, inputs, strict=True)
         ]
         # What a step reads of these is not held back by a barrier: it is there from the start for every micro-batch.
         self.free = [
             {v for v in variant.graph.program.invars if isinstance(variant.states.get(v, INVARIANT), Invariant)}
             for variant in region.variants
         ]
-        self.offsets = offsets(region.sizes)
         self.results: list[list[Any]] = []  # for each step, what it gave
         self.known: list[int] = []  # for each step, a bit mask of the steps that are over when it is
         self.tail: dict[str, int] = {}  # for each stream, its last step
 
-    def run(self, steps: Sequence[Step]) -> list[list[Any]]:
+    def run(self, steps: Sequence[Step]) -> Values:
         for step in steps:
-            if step.body is not None:
-                results = self.run_region(step)
-            elif step.fn is not None:
-                results = self.run_replaced(step)
-            elif step.is_merged:
-                results = self.run_merged(step)
-            else:
-                results = self.run_operators(step)
-            self.results.append([value for value in results if _can_wait(value)])
+            self.results.append(self.run_step(step))
         outputs = []
         for env, variant in zip(self.envs, self.region.variants, strict=True):
             outvars = variant.graph.program.outvars
             outputs.append([var.val if compat.is_literal(var) else env[var] for var in outvars])
         return outputs
+
+    def run_step(self, step: Step) -> list[Any]:
+        """Evaluates a step; returns everything that it computed."""
+        if step.body is not None:
+            return self.run_region(step)
+        if step.fn is not None:
+            return self.run_replaced(step)
+        if step.is_merged:
+            return self.run_merged(step)
+        if step.operators[0].micro_batch is None:
+            return self.run_draw(step)
+        return self.run_operators(step)
 
     # -- order -----------------------------------------------------------------------------------------------------
 
@@ -106,100 +102,76 @@ class _Run:
         self.tail[step.stream] = index
         values = [value for _, value in reads]
         waited = [value for i in dict.fromkeys(first) for value in self.results[i]]
-        held = [i for i, (free, value) in enumerate(reads) if not free and _can_wait(value)]
-        held = held or [i for i, value in enumerate(values) if _can_wait(value)]
-        if waited and held:
-            passed, _ = jax.lax.optimization_barrier(([values[i] for i in held], waited))
-            for i, value in zip(held, passed, strict=True):
+        if waited:
+            held = [i for i, (free, value) in enumerate(reads) if not free and can_wait(value)] or range(len(reads))
+            for i, value in zip(held, hold([values[i] for i in held], waited), strict=True):
                 values[i] = value
         return values
 
-    def read(self, ref: OpRef, op: Operator) -> list[tuple[bool, Any]]:
-        """The inputs of an operator; rows of what was drawn for the whole batch are taken here."""
-        if self.is_shared(ref):
-            return [(True, self.whole[var]) for var in op.program.invars]
-        m = ref.micro_batch or 0
-        return [(var in self.free[m], self.value(m, var)) for var in op.program.invars]
-
-    def value(self, m: int, var: Any) -> Any:
-        """The value of a variable of a micro-batch."""
-        env = self.envs[m]
-        if var not in env:
-            draw = next(draw for draw in self.region.variants[m].graph.draws if draw.part is var)
-            rows = draw.rows if isinstance(draw.rows, Rows) else None
-            whole = self.whole[draw.full]
-            size, total = self.region.sizes[m], sum(self.region.sizes)
-            assert rows is not None
-            env[var] = take(whole, rows, total, self.offsets[m], size, self.shards)
-        return env[var]
-
-    def write(self, ref: OpRef, op: Operator, values: Sequence[Any]) -> None:
-        env = self.whole if self.is_shared(ref) else self.envs[ref.micro_batch or 0]
-        env.update(zip(op.program.outvars, values, strict=True))
-
-    def is_shared(self, ref: OpRef) -> bool:
-        return ref.micro_batch is None and ref.key.startswith("draws:")
-
-    def operator(self, ref: OpRef) -> Operator:
-        if self.is_shared(ref):
-            assert self.region.shared is not None
-            return self.region.shared[ref.key]
-        return self.region.variants[ref.micro_batch or 0].graph[ref.key]
+    def read(self, m: int, op: Operator) -> list[tuple[bool, Any]]:
+        """The inputs of a micro-batch's operator, and whether each is there from the start."""
+        return [(var in self.free[m], self.envs[m][var]) for var in op.program.invars]
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def run_operators(self, step: Step) -> list[Any]:
         """One operator, or several one after the other."""
-        if len(step.operators) == 1:
-            (ref,) = step.operators
-            op = self.operator(ref)
-            results = compat.call_jaxpr(op.jaxpr, self.ordered(step, self.read(ref, op)), op.name)
-            self.write(ref, op, results)
-            return results
         reads = external_inputs(self.region, step.operators)
-        held = self.ordered(step, [(m is None or var in self.free[m], self.value(m or 0, var)) for m, var in reads])
-        inside = dict(zip(reads, held, strict=True))
+        held = self.ordered(step, [(var in self.free[m], self.envs[m][var]) for m, var in reads])
+        inside: dict[tuple[int, Any], Any] = dict(zip(reads, held, strict=True))
         results = []
         for ref in step.operators:
-            op = self.operator(ref)
-            args = [
-                inside.get((ref.micro_batch, var), value)
-                for var, (_, value) in zip(op.program.invars, self.read(ref, op), strict=True)
-            ]
-            values = compat.call_jaxpr(op.jaxpr, args, op.name)
-            self.write(ref, op, values)
+            m = ref.micro_batch or 0
+            op = self.region.variants[m].graph[ref.key]
+            values = compat.call_jaxpr(op.jaxpr, [inside[m, var] for var in op.program.invars], op.name)
+            for var, value in zip(op.program.outvars, values, strict=True):
+                inside[m, var] = self.envs[m][var] = value
             results += values
         return results
 
     def run_merged(self, step: Step) -> list[Any]:
         """One operator on the joined rows of several micro-batches."""
+        key = step.operators[0].key
         batches = [ref.micro_batch or 0 for ref in step.operators]
         sizes = [self.region.sizes[m] for m in batches]
-        joined = self.region.variant_of(sum(sizes)).graph[step.operators[0].key]
-        ops = [self.operator(ref) for ref in step.operators]
-        states = [self.region.variants[m].states for m in batches]
+        joined = self.region.variant_of(sum(sizes)).graph[key]
+        ops = [self.region.variants[m].graph[key] for m in batches]
+        states = self.region.variants[batches[0]].states
         reads = []
-        for position in range(len(joined.program.invars)):
-            variables = [op.program.invars[position] for op in ops]
-            state = states[0].get(variables[0], INVARIANT)
-            value = merge([self.value(m, v) for m, v in zip(batches, variables, strict=True)], state, sizes)
+        for variables in zip(*(op.program.invars for op in ops), strict=True):
+            parts = [self.envs[m][var] for m, var in zip(batches, variables, strict=True)]
+            value = merge(parts, states.get(variables[0], INVARIANT), sizes)
             reads.append((variables[0] in self.free[batches[0]], value))
         results = compat.call_jaxpr(joined.jaxpr, self.ordered(step, reads), joined.name)
-        for position, value in enumerate(results):
-            state = states[0].get(ops[0].program.outvars[position], INVARIANT)
-            for m, op, part in zip(batches, ops, unmerge(value, state, sizes), strict=True):
-                self.envs[m][op.program.outvars[position]] = part
+        for value, variables in zip(results, zip(*(op.program.outvars for op in ops), strict=True), strict=True):
+            parts = unmerge(value, states.get(variables[0], INVARIANT), sizes)
+            for m, var, part in zip(batches, variables, parts, strict=True):
+                self.envs[m][var] = part
         return results
 
     def run_replaced(self, step: Step) -> list[Any]:
         """A function in place of operators."""
         assert step.fn is not None
         reads = external_inputs(self.region, step.operators)
-        free = [m is None or var in self.free[m] for m, var in reads]
-        values = [self.whole[var] if m is None else self.value(m, var) for m, var in reads]
-        results = jax.tree.leaves(step.fn(*self.ordered(step, list(zip(free, values, strict=True)))))
+        values = self.ordered(step, [(var in self.free[m], self.envs[m][var]) for m, var in reads])
+        results = jax.tree.leaves(step.fn(*values))
         for (m, var), value in zip(external_outputs(self.region, step.operators), results, strict=True):
-            (self.whole if m is None else self.envs[m])[var] = value
+            self.envs[m][var] = value
+        return results
+
+    def run_draw(self, step: Step) -> list[Any]:
+        """Random numbers for the whole batch, of which every micro-batch takes its rows."""
+        key = step.operators[0].key
+        op = self.region.graph[key]
+        results = compat.call_jaxpr(op.draw_jaxpr, self.ordered(step, self.read(0, op)), op.name)
+        total = sum(self.region.sizes)
+        for m, (offset, size) in enumerate(zip(offsets(self.region.sizes), self.region.sizes, strict=True)):
+            variant = self.region.variants[m]
+            own = [var for var in variant.graph[key].program.eqns[-1].outvars if not compat.is_dropped(var)]
+            for var, whole in zip(own, results, strict=True):
+                rows = variant.states[var]
+                assert isinstance(rows, Rows)
+                self.envs[m][var] = take(whole, rows, total, offset, size, self.shards)
         return results
 
     # -- loops and shard_map ---------------------------------------------------------------------------------------
@@ -210,7 +182,7 @@ class _Run:
         batches = range(len(self.region.sizes))
         ops = [self.region.variants[m].graph[ref.key] for m in batches]
         eqns = [op.program.eqns[-1] for op in ops]
-        reads = [entry for op, m in zip(ops, batches, strict=True) for entry in self.read(OpRef(ref.key, m), op)]
+        reads = [entry for m, op in enumerate(ops) for entry in self.read(m, op)]
         values = iter(self.ordered(step, reads))
         for op, env in zip(ops, self.envs, strict=True):
             for var in op.program.invars:
@@ -231,7 +203,7 @@ class _Run:
         assert step.body is not None
         emit = _scan if eqns[0].primitive.name == "scan" else _shard_map
         with compat.scope_of(eqns[0]):
-            outputs = emit(eqns, inputs, lambda x: run(body, step.body or (), x, self.shards))
+            outputs = emit(eqns, inputs, lambda values: run(body, step.body or (), values, self.shards))
         results = []
         for op, eqn, env, outs in zip(ops, eqns, self.envs, outputs, strict=True):
             made = dict(zip(eqn.outvars, outs, strict=True))
@@ -240,13 +212,7 @@ class _Run:
         return results
 
 
-Body = Callable[[Inputs], list[list[Any]]]
-
-
-def _can_wait(value: Any) -> bool:
-    """Whether a barrier can hold a value back: keys and tokens it cannot."""
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and dtype != jax.dtypes.float0
+Body = Callable[[Values], Values]
 
 
 def _common(values: Sequence[Any]) -> bool:
@@ -254,7 +220,7 @@ def _common(values: Sequence[Any]) -> bool:
     return all(value is values[0] for value in values)
 
 
-def _scan(eqns: Sequence[Any], inputs: Sequence[Sequence[Any]], body: Body) -> list[list[Any]]:
+def _scan(eqns: Sequence[Any], inputs: Values, body: Body) -> Values:
     """One ``scan`` whose iteration is that of every micro-batch."""
     params = eqns[0].params
     num_consts, num_carry = compat.scan_partition(eqns[0])
@@ -276,7 +242,7 @@ def _scan(eqns: Sequence[Any], inputs: Sequence[Sequence[Any]], body: Body) -> l
             values.update(zip(carries, carry[m], strict=True))
             values.update(zip(xs, own_x[m], strict=True))
             parts.append([values[p] for p in range(count)])
-        outs = body(Inputs(parts, parts[0]))
+        outs = body(parts)
         return tuple(out[:num_carry] for out in outs), tuple(out[num_carry:] for out in outs)
 
     init = tuple([inputs[m][p] for p in carries] for m in batches)
@@ -287,7 +253,7 @@ def _scan(eqns: Sequence[Any], inputs: Sequence[Sequence[Any]], body: Body) -> l
     return [[*carry[m], *ys[m]] for m in batches]
 
 
-def _shard_map(eqns: Sequence[Any], inputs: Sequence[Sequence[Any]], body: Body) -> list[list[Any]]:
+def _shard_map(eqns: Sequence[Any], inputs: Values, body: Body) -> Values:
     """One ``shard_map`` whose body is that of every micro-batch."""
     count, batches = len(inputs[0]), range(len(inputs))
     in_specs, out_specs = eqns[0].params["in_specs"], eqns[0].params["out_specs"]
@@ -299,7 +265,7 @@ def _shard_map(eqns: Sequence[Any], inputs: Sequence[Sequence[Any]], body: Body)
         for m in batches:
             found = dict(zip(common, shared, strict=True)) | dict(zip(own, parts[m], strict=True))
             values.append([found[p] for p in range(count)])
-        return tuple(map(tuple, body(Inputs(values, values[0]))))
+        return tuple(map(tuple, body(values)))
 
     specs = ([in_specs[p] for p in common], tuple([in_specs[p] for p in own] for _ in batches))
     mapped = compat.shard_map_like(eqns[0], inside, specs, tuple(tuple(out_specs) for _ in batches))
