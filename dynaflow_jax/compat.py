@@ -225,11 +225,6 @@ def region_params(eqn: Any, body: Any, extra: int) -> dict[str, Any]:
 # -- what an equation says about itself ---------------------------------------------------------------------------
 
 
-def manual_axes(value: Any) -> frozenset[Any]:
-    """The mesh axes over which a value, or a type, differs between devices inside ``shard_map``."""
-    return _varying(value if isinstance(value, jax.core.AbstractValue) else jax.typeof(value)) or frozenset()
-
-
 def replicated(aval: Any) -> bool:
     """Whether a value inside ``shard_map`` is known to be the same on every device."""
     return _varying(aval) == frozenset()
@@ -310,8 +305,3 @@ def device() -> tuple[str, str]:
     chosen = jax.config.jax_default_device
     found = chosen if hasattr(chosen, "device_kind") else jax.devices()[0]
     return found.platform, found.device_kind
-
-
-def drops_barriers() -> bool:
-    """Whether the compiler for the default device drops optimization barriers before it schedules."""
-    return JAX_VERSION < (0, 11) and device()[0] == "cpu"

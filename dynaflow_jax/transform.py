@@ -217,7 +217,9 @@ class _Call:
     @property
     def signature(self) -> Any:
         """Equal for calls that run the same program."""
-        return self.tree, self.positions, self.static, self.avals, self.axes, self.shards
+        # Of Python's numbers 1, 1.0 and True are equal, and so are 0.0 and -0.0; in a program they are not.
+        static = tuple((i, type(v), v, repr(v) if isinstance(v, float) else None) for i, v in self.static)
+        return self.tree, self.positions, static, self.avals, self.axes, self.shards
 
     @staticmethod
     def of(flow: DynaFlow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
@@ -405,7 +407,8 @@ class Resolved:
             shards = traced.shards(call.axes)
             # Only a hint: a batch that does not divide is split by consecutive rows.
             self.layout = dataclasses.replace(self.layout, shards=1 if self.batch_size % shards else shards)
-        avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), call.arguments(call.avals))
+        struct = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
+        avals = call.arguments([struct(aval) for aval in call.avals])
         mesh = jax.sharding.get_abstract_mesh()
         self.info = InputInfo(
             self.batch_size or 1,

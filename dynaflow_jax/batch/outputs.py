@@ -75,14 +75,8 @@ def _join(want: Any, states: list[State], name: str, ndim: int, weighted: bool) 
     state = states[0]
     if callable(want):
         return Join("function", function=want)
-    if (
-        isinstance(state, Rows)
-        and not state.uniform
-        and all(isinstance(s, Rows) and s.axis == state.axis for s in states)
-    ):
-        return _join_rows(want, state, name, ndim)
-    if isinstance(state, Rows) and state.uniform and want is None and is_one_scale(state):
-        return Join("rows", Rows(state.axis))
+    if isinstance(state, Rows) and all(isinstance(s, Rows) and s.axis == state.axis for s in states):
+        return _join_rows(want, states, name, ndim)
     if isinstance(want, int):
         raise SplitError(f"out_axes={want} for {name}, which {_is(state)}: it has no rows to join there.")
     if isinstance(state, Invariant) and is_one_scale(state):
@@ -106,7 +100,8 @@ def _join(want: Any, states: list[State], name: str, ndim: int, weighted: bool) 
     )
 
 
-def _join_rows(want: Any, state: Rows, name: str, ndim: int) -> Join:
+def _join_rows(want: Any, states: Sequence[Any], name: str, ndim: int) -> Join:
+    state = next((state for state in states if not state.uniform), Rows(states[0].axis))
     if isinstance(want, str):
         raise BatchMixingError(
             f"out_axes={want!r} for {name}, which has rows of the batch on axis {state.axis}: "
@@ -114,10 +109,10 @@ def _join_rows(want: Any, state: Rows, name: str, ndim: int) -> Join:
         )
     if isinstance(want, int) and want % max(ndim, 1) != state.axis:
         raise SplitError(f"out_axes={want} for {name}, whose rows are on axis {state.axis}.")
-    if not is_one_scale(state):
+    if scaled := [state for state in states if not is_one_scale(state)]:
         raise BatchMixingError(
-            f"{name} {_is(state)}: each micro-batch scales its rows by its own size (the gradient of a mean with respect "
-            "to the rows, say). Return something that does not, or pass a function of the parts as out_axes."
+            f"{name} {_is(scaled[0])}: each micro-batch scales its rows by its own size (the gradient of a mean with "
+            "respect to the rows, say). Return something that does not, or pass a function of the parts as out_axes."
         )
     return Join("rows", state)
 
