@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
@@ -425,6 +426,7 @@ class Resolved:
             asked = strategy.split(self.info)
             sizes = batch_split.check_sizes(asked, self.batch_size, self.layout.shards, repr(strategy))
         split = len(sizes) > 1
+        self._unopened = traced
         self._traced = traced.flat(flow, draws=split)
         self.constants = self._traced.constants
         self.whole = Variant(cut(self._traced.flat, flow.rules, self._ridge), {})
@@ -513,8 +515,10 @@ class Resolved:
         return jax.tree.unflatten(self._traced.out_tree, outs)
 
     def _unscheduled(self, constants: list[Any], leaves: list[Any]) -> list[Any]:
-        args, kwargs = self.layout.arguments(leaves)
-        return jax.tree.leaves(self.flow.fun(*args, **kwargs))
+        # The program, not the function, which may close over values that are differentiated: they are its constants.
+        program, own = self._unopened.program, constants[len(constants) - len(self._unopened.constants) :]
+        jaxpr = compat.closed_jaxpr(program.invars, program.outvars, program.eqns, "unscheduled")
+        return jex_core.jaxpr_as_fun(jaxpr)(*own, *leaves)
 
     def _evaluate(self, constants: list[Any], leaves: list[Any]) -> list[Any]:
         sizes, shards = self.region.sizes, self.layout.shards
