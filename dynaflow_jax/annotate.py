@@ -264,37 +264,38 @@ class Rules:
 class _Tracing(threading.local):
     """What a thread is tracing for ``dynaflow``, if anything."""
 
-    counter: Iterator[int] | None = None
     rules: Rules | None = None
     modules: tuple[tuple[Any, str], ...] = ()  # the modules whose calls are under way, with their paths
 
 
 _tracing = _Tracing()
+# Never starts again: JAX may find a function that was traced earlier, with its labels, in its caches.
+_instances = itertools.count()
 
 
 def _scope(name: str, tags: frozenset[str], rule: int | None) -> contextlib.AbstractContextManager[Any]:
-    if _tracing.counter is None:
+    if _tracing.rules is None:
         return jax.named_scope(name)
-    return jax.named_scope(Label(name, tags, next(_tracing.counter), rule).encode())
+    return jax.named_scope(Label(name, tags, next(_instances), rule).encode())
 
 
 @contextlib.contextmanager
 def labelling(rules: Rules) -> Iterator[None]:
     """While this is open, marks write labels in this thread, and calls that a rule names are labelled."""
-    outer = (_tracing.counter, _tracing.rules, _tracing.modules)
-    _tracing.counter, _tracing.rules, _tracing.modules = itertools.count(), rules, ()
+    outer = (_tracing.rules, _tracing.modules)
+    _tracing.rules, _tracing.modules = rules, ()
     try:
         with contextlib.ExitStack() as stack:
-            # Every new thread of labels needs its own entries in JAX's caches of traced functions.
+            # What JAX traced and cached without these labels must not be used.
             stack.enter_context(compat.distinct_trace(("dynaflow", rules)))
+            _intercept_linen(stack)
             if rules.modules:
-                _intercept_linen(stack)
                 _intercept_calls(stack, rules)
             if rules.funcs:
                 _intercept_derivatives(stack)
             yield
     finally:
-        _tracing.counter, _tracing.rules, _tracing.modules = outer
+        _tracing.rules, _tracing.modules = outer
 
 
 def _call_labelled(module: Any, path: str, call: Callable[[], Any], scope: str | None = None) -> Any:
@@ -325,14 +326,18 @@ def _intercept_linen(stack: contextlib.ExitStack) -> None:
 
     def interceptor(next_fun, args, kwargs, context):
         module = context.module
-        if _tracing.counter is None or context.method_name == "setup" or _is_lifted(module, context.method_name):
+        if _tracing.rules is None or context.method_name == "setup":
             return next_fun(*args, **kwargs)
+        if _is_lifted(context.method_name):
+            # nn.jit would take the traced function of another module of the class, labels, names and all.
+            with compat.distinct_trace(("dynaflow", _tracing.rules, getattr(module.parent, "path", ()), module.name)):
+                return next_fun(*args, **kwargs)
         return _call_labelled(module, "/".join(module.path), lambda: next_fun(*args, **kwargs))
 
     stack.enter_context(nn.intercept_methods(interceptor))
 
 
-def _is_lifted(module: Any, method_name: str) -> bool:
+def _is_lifted(method_name: str) -> bool:
     # nn.remat, nn.scan and their like wrap the class; the call of the wrapper is not the module's own.
     return method_name == "<lambda>"
 
@@ -405,7 +410,7 @@ def _patch(stack: contextlib.ExitStack, cls: type, intercept: Callable[[Any, Cal
         @functools.wraps(original)
         def call(self, *args, **kwargs):
             run = functools.partial(original, self, *args, **kwargs)
-            return run() if _tracing.counter is None else intercept(self, run)  # another thread may trace, not this one
+            return run() if _tracing.rules is None else intercept(self, run)  # another thread may trace, not this one
 
         type.__setattr__(cls, "__call__", call)
 

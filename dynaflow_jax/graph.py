@@ -297,7 +297,9 @@ class _Cutter:
         bound = "compute" if flops > self.ridge * traffic else "memory"
         if "network" in tags and body is None:
             bound = "network"
-        key = names.key("/".join((path, name) if path else (name,)), nodes[0].place)
+        # A module that a rule names gives its own name to the last scope of its path.
+        is_last_scope = path.rpartition("/")[2] == name and any(label.rule is not None for label in labels)
+        key = names.key(path if is_last_scope else f"{path}/{name}" if path else name, nodes[0].place)
         program = Program(tuple(read), outvars, eqns)
         draw = None if nodes[0].draw is None else (*fixed, nodes[0].draw)
         return Operator(index, key, name, path, phase, tags, bound, flops, traffic, predecessors, program, body, draw)

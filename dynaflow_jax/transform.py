@@ -155,7 +155,7 @@ class DynaFlow:
 
     def graph(self, *args: Any, **kwargs: Any) -> OpGraph:
         """The operators of the function on the whole batch; arguments may be ``jax.ShapeDtypeStruct``."""
-        return self._resolve(args, kwargs)[0].whole.graph
+        return self._resolve(args, kwargs)[0].graph
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """What was decided for arguments of these shapes."""
@@ -391,7 +391,6 @@ class Resolved:
     """A function at one set of shapes, with all that was decided for it.
 
     Attributes:
-      whole: the operators on the whole batch.
       region: the operators of the micro-batches.
       plan: what runs when.
       constants: values that the function closes over, the first inputs of every program.
@@ -429,11 +428,10 @@ class Resolved:
         self._unopened = traced
         self._traced = traced.flat(flow, draws=split)
         self.constants = self._traced.constants
-        self.whole = Variant(cut(self._traced.flat, flow.rules, self._ridge), {})
         self._variants: dict[int, Variant] = {}
         self._states: dict[int, tuple[Any, ...]] = {}  # of the outputs, by size
         self._draws: batch_draws.Draws = frozenset()
-        variants = tuple(map(self.variant, sizes)) if split else (self.whole,)
+        variants = tuple(map(self.variant, sizes)) if split else (Variant(self.graph, {}),)
         self.region = Region(sizes, variants, self.variant)
         if isinstance(strategy, Replay):
             strategy.plan.validate(self.region, self.info)
@@ -448,6 +446,11 @@ class Resolved:
             flow.weights is not None,
         )
         self._run = jax.jit(self._evaluate, inline=True)
+
+    @functools.cached_property
+    def graph(self) -> OpGraph:
+        """The operators on the whole batch."""
+        return cut(self._traced.flat, self.flow.rules, self._ridge, warn=not self._variants)
 
     def _trace(self, size: int | None) -> _Traced:
         """The function's program at a batch size; ``None`` for the whole batch."""
@@ -485,7 +488,7 @@ class Resolved:
             flat = batch_draws.draw_once(flat, full.flat, self._draws)
         else:
             flat, index = batch_draws.draw_separately(flat, self._draws)
-        return Variant(cut(flat, self.flow.rules, self._ridge, warn=False), states, index)
+        return Variant(cut(flat, self.flow.rules, self._ridge, warn=not self._variants), states, index)
 
     def _analyse(self, part: _Flattened, size: int) -> Analysis:
         assert self.batch_size is not None

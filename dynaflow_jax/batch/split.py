@@ -82,7 +82,7 @@ def join(parts: Sequence[Any], rows: Rows, sizes: Sequence[int], shards: int = 1
 
 def merge_problem(state: State, aval: Any) -> str | None:
     """Why a value cannot be joined over micro-batches for a merged operator; ``None`` if it can."""
-    if not isinstance(state, (Invariant, Rows, Total)):
+    if not isinstance(state, (Invariant, Rows, Total)) or getattr(state, "pieces", None):
         return f"is {state}"
     scale = getattr(state, "scale", ONE)
     if not is_zero(state) and any(symbol != N for symbol, _ in scale):
