@@ -288,8 +288,8 @@ def labelling(rules: Rules) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             # What JAX traced and cached without these labels must not be used.
             stack.enter_context(compat.distinct_trace(("dynaflow", rules)))
-            _intercept_linen(stack)
             if rules.modules:
+                _intercept_linen(stack)
                 _intercept_calls(stack, rules)
             if rules.funcs:
                 _intercept_derivatives(stack)
@@ -326,12 +326,8 @@ def _intercept_linen(stack: contextlib.ExitStack) -> None:
 
     def interceptor(next_fun, args, kwargs, context):
         module = context.module
-        if _tracing.rules is None or context.method_name == "setup":
+        if _tracing.rules is None or context.method_name == "setup" or _is_lifted(context.method_name):
             return next_fun(*args, **kwargs)
-        if _is_lifted(context.method_name):
-            # nn.jit would take the traced function of another module of the class, labels, names and all.
-            with compat.distinct_trace(("dynaflow", _tracing.rules, getattr(module.parent, "path", ()), module.name)):
-                return next_fun(*args, **kwargs)
         return _call_labelled(module, "/".join(module.path), lambda: next_fun(*args, **kwargs))
 
     stack.enter_context(nn.intercept_methods(interceptor))

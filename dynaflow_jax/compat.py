@@ -145,7 +145,7 @@ def bind(eqn: Any, *invals: Any) -> list[Any]:
 
 def is_tracer(value: Any) -> bool:
     """Whether a value belongs to a trace in progress, and so must not be kept."""
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, jax.core.Tracer)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_array(value: Any) -> bool:
@@ -227,12 +227,8 @@ def region_params(eqn: Any, body: Any, extra: int) -> dict[str, Any]:
 
 def replicated(aval: Any) -> bool:
     """Whether a value inside ``shard_map`` is known to be the same on every device."""
-    return _varying(aval) == frozenset()
-
-
-def _varying(aval: Any) -> frozenset[Any] | None:
     manual = getattr(aval, "mat", None)  # tokens and references have none
-    return None if manual is None else manual.varying
+    return manual is not None and not manual.varying
 
 
 def shard_map_like(eqn: Any, fun: Any, in_specs: Any, out_specs: Any) -> Any:
@@ -302,6 +298,6 @@ def input_shards(eqn: Any, position: int, axis: int) -> int:
 
 def device() -> tuple[str, str]:
     """Platform and kind of the default device."""
-    chosen = jax.config.jax_default_device
+    chosen = jax.config.values["jax_default_device"]
     found = chosen if hasattr(chosen, "device_kind") else jax.devices()[0]
     return found.platform, found.device_kind

@@ -225,7 +225,11 @@ def _warn_unused(rules: Rules, used: Counter[int], flat: Flat) -> None:
 
 
 # Where frames between the user's line and ours may come from.
-_LIBRARIES = (*(os.path.dirname(str(module.__file__)) + os.sep for module in (compat, jax)), contextlib.__file__)
+_LIBRARIES = (
+    *(os.path.dirname(str(module.__file__)) + os.sep for module in (compat, jax)),
+    contextlib.__file__,
+    functools.__file__,
+)
 
 
 def _callers_level() -> int:

@@ -33,7 +33,7 @@ from dynaflow_jax.batch.state import (
     *("custom_vjp_call_jaxpr custom_vmap_call jaxpr_call jit linear_call pjit remat remat2 xla_metadata_call").split(),
     opens=True,
 )
-def call(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[State]:
+def call(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[State]:
     """Calls: what they do is what their body does."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee"):
         inner = part.params.get(name)
@@ -45,7 +45,7 @@ def call(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[St
 # -- loops and branches -------------------------------------------------------------------------------------------
 
 
-def join(a: State, b: State) -> State:
+def join(a: Any, b: Any) -> State:
     """The state of a variable that holds a value now of one state, now of another."""
     if VARIES in (a, b):
         return VARIES
@@ -57,7 +57,7 @@ def join(a: State, b: State) -> State:
     return Total(state.scale) if type(state) is Total else state
 
 
-def _leave(ctx: Any, state: State) -> State:
+def _leave(ctx: Any, state: Any) -> State:
     """A state as seen outside of the region that the analysis has just left."""
     if any(symbol.region not in ctx.regions for symbol in symbols(getattr(state, "scale", frozenset()))):
         raise Mixing("scales by a sum over the batch that is not the same throughout the loop or on all devices")
@@ -95,24 +95,24 @@ class _Carry:
             self.ctx.report(self.part, f"{reason}, from one step of the loop to the next")
 
 
-def _element(state: State) -> State:
+def _element(state: Any) -> State:
     """The state of one slice along the leading axis."""
     if type(state) in (Rows, RowIndex):
-        if state.axis == 0:  # type: ignore[attr-defined]
+        if state.axis == 0:
             raise Mixing("loops over the rows of the batch")
-        return dataclasses.replace(state, axis=state.axis - 1)  # type: ignore[call-arg, attr-defined]
+        return dataclasses.replace(state, axis=state.axis - 1)
     return Total(state.scale) if type(state) is Total else state
 
 
-def _stacked(state: State) -> State:
+def _stacked(state: Any) -> State:
     """The state of slices put together along a new leading axis."""
     if type(state) in (Rows, RowIndex):
-        return dataclasses.replace(state, axis=state.axis + 1)  # type: ignore[call-arg, attr-defined]
+        return dataclasses.replace(state, axis=state.axis + 1)
     return state
 
 
 @rule("scan", opens=True)
-def scan(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[State]:
+def scan(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[State]:
     """A loop of known length: what is carried must keep its state, what is stacked gains an axis."""
     num_consts, num_carry = counts = compat.scan_partition(part)
     if full.params["length"] != part.params["length"]:
@@ -134,7 +134,7 @@ def scan(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[St
 
 
 @rule("while", opens=True)
-def while_(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[State]:
+def while_(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[State]:
     """A loop that runs until a condition fails, which must not depend on the batch."""
     num_cond, num_body = part.params["cond_nconsts"], part.params["body_nconsts"]
     if (full.params["cond_nconsts"], full.params["body_nconsts"]) != (num_cond, num_body):
@@ -159,7 +159,7 @@ def while_(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[
 
 
 @rule("cond", opens=True)
-def cond(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[State]:
+def cond(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[State]:
     """A choice between programs, which must not depend on the batch."""
     which, *operands = states
     branches = [eqn.params["branches"] for eqn in (full, part)]
@@ -194,7 +194,7 @@ def _spec(spec: Any, axis: int) -> tuple[Any, ...]:
 
 
 @rule("shard_map", opens=True)
-def shard_map(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[State]:
+def shard_map(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[State]:
     """The program of one device, on its share of each value. A sharded batch is split within every share."""
     params = part.params
     if any(full.params[key] != params[key] for key in ("in_specs", "out_specs", "mesh")):
@@ -203,14 +203,14 @@ def shard_map(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequen
     for state, spec in zip(states, params["in_specs"], strict=True):
         if type(state) not in (Rows, RowIndex):
             continue
-        names = _spec(spec, state.axis)  # type: ignore[attr-defined]
+        names = _spec(spec, state.axis)
         if type(state) is Rows and state.pieces is not None:
             if names != state.pieces[0]:
                 raise Mixing("takes pieces of rows that another shard_map returned, sharded differently")
             names = state.pieces[1]
         if shards not in (None, names):
             raise Mixing("takes rows of the batch that are sharded differently")
-        if names and (type(state) is RowIndex or state.outer != 1):  # type: ignore[attr-defined]
+        if names and (type(state) is RowIndex or state.outer != 1):
             raise Mixing("shards the positions of the rows, or batches joined end to end")
         shards = names
     shards = shards or ()
@@ -238,7 +238,7 @@ def shard_map(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequen
     return results
 
 
-def _local(state: State) -> State:
+def _local(state: Any) -> State:
     """A value as one device sees it."""
     if type(state) is Rows and state.pieces is not None:
         return dataclasses.replace(state, pieces=None)
@@ -252,40 +252,40 @@ def _across(ctx: Any, part: Any) -> bool:
     return bool(set(names) & set(ctx.shards))
 
 
-def _same_rows(ctx: Any, part: Any, states: Sequence[State], doing: str) -> None:
+def _same_rows(ctx: Any, part: Any, states: Sequence[Any], doing: str) -> None:
     if any(type(state) is Rows for state in states) and _across(ctx, part):
         raise Mixing(f"{doing} rows of the batch across the devices that share it")
 
 
 @rule("psum", "psum_invariant", "psum2", "unreduced_psum")
-def psum(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[State]:
+def psum(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[State]:
     """Sums over devices: of the same rows, or of parts of the same sum."""
     _same_rows(ctx, part, states, "sums")
     return [Total(state.scale) if type(state) is Total else state for state in states]
 
 
 @rule("pmax", "pmin", "unreduced_pmax", "unreduced_pmin")
-def pmax(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[State]:
+def pmax(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[State]:
     """Maxima over devices."""
     _same_rows(ctx, part, states, "compares")
     return [homogeneous([state], "compares") for state in states]
 
 
 @rule("ppermute", "pbroadcast")
-def ppermute(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[State]:
+def ppermute(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[State]:
     """Values that move between devices."""
     _same_rows(ctx, part, states, "moves")
     return [Total(state.scale) if type(state) is Total else state for state in states]
 
 
 @rule("all_gather", "all_gather_invariant", "all_gather_reduced")
-def all_gather(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[State]:
+def all_gather(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[State]:
     """Pieces of all devices joined: along the axis of the rows, that joins whole batches end to end."""
     params = part.params
     dimension = params["all_gather_dimension"]
     _same_rows(ctx, part, states, "gathers")
 
-    def gathered(state: State) -> State:
+    def gathered(state: Any) -> State:
         if type(state) is not Rows:
             return Total(state.scale) if type(state) is Total else state
         if not params["tiled"]:
@@ -300,13 +300,13 @@ def all_gather(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Seque
 
 
 @rule("reduce_scatter", "unreduced_reduce_scatter")
-def reduce_scatter(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[State]:
+def reduce_scatter(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[State]:
     """A sum over devices of which each keeps a piece: along the axis of the rows, a whole batch."""
     params = part.params
     dimension = params["scatter_dimension"]
     _same_rows(ctx, part, states, "sums")
 
-    def scattered(state: State) -> State:
+    def scattered(state: Any) -> State:
         if type(state) is not Rows:
             return Total(state.scale) if type(state) is Total else state
         if not on_rows(state, [dimension]):
@@ -320,7 +320,7 @@ def reduce_scatter(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> S
 
 
 @rule("all_to_all")
-def all_to_all(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[State]:
+def all_to_all(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[State]:
     """Pieces exchanged between devices, along other axes than that of the rows.
 
     Also between devices that hold different rows, as expert parallelism does: a micro-batch takes the rows at the same
@@ -336,13 +336,13 @@ def all_to_all(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Seque
 
 
 @rule("debug_callback", "debug_print", opens=True)
-def debug_callback(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[State]:
+def debug_callback(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[State]:
     """It looks on and gives nothing back."""
     return []
 
 
 @rule("io_callback", opens=True)
-def io_callback(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[State]:
+def io_callback(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[State]:
     """An effect on the host would happen once per micro-batch."""
     raise Mixing("calls back to the host, once per micro-batch instead of once")
 

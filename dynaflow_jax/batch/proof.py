@@ -296,7 +296,7 @@ class ProofContext:
         apart = None  # the first equation from which the programs are not the same
         for f, p in itertools.zip_longest(full.eqns, part.eqns):
             states_in = None if f is None or p is None else self._inputs(f, p, known, twins)
-            if states_in is None:
+            if states_in is None or f is None or p is None:
                 apart = p or part.eqns[-1] if part.eqns else f
                 break
             dead = not p.effects and live.isdisjoint(p.outvars)
@@ -352,13 +352,13 @@ class ProofContext:
         except Mixing:
             return None
 
-    def _equation(self, full: Any, part: Any, states: Sequence[State | None], live: set[Any]) -> Sequence[State]:
+    def _equation(self, full: Any, part: Any, states: Sequence[Any], live: set[Any]) -> Sequence[State]:
         """The states of an equation's outputs."""
         try:
             if any(state is None for state in states):
                 raise Mixing("uses a constant that depends on the batch size, and not in proportion")
             region = self.regions[-1]
-            outs = self._apply(full, part, states, live)  # type: ignore[arg-type]
+            outs = self._apply(full, part, states, live)
             return [
                 _named(p, self.checked(f, p, out), region)
                 for f, p, out in zip(full.outvars, part.outvars, outs, strict=True)
@@ -376,7 +376,7 @@ class ProofContext:
         rule = RULES.get(name)
         if rule is not None and rule.opens:
             self.used = [var in live for var in part.outvars]
-            return rule.apply(self, full, part, states)
+            return rule.apply(self, full, part, states)  # pyright: ignore[reportReturnType]
         if any(state is VARIES for state in states):
             # As if it were the same everywhere: whatever comes of it is as good as the mixing it came out of.
             self._quiet += 1
@@ -401,11 +401,11 @@ class ProofContext:
         outs = rule.apply(self, full, part, states)
         return [outs] * len(part.outvars) if isinstance(outs, State) else outs
 
-    def checked(self, full: Any, part: Any, state: State) -> State:
+    def checked(self, full: Any, part: Any, state: Any) -> State:
         """The state, if it is one that a value of these two shapes can have."""
         f, p = shape(full), shape(part)
         if type(state) in (Rows, RowIndex):
-            axis = state.axis  # type: ignore[attr-defined]
+            axis = state.axis
             right = len(f) == len(p) > axis and self._in_ratio(f[axis], p[axis])
             right = right and f[:axis] == p[:axis] and f[axis + 1 :] == p[axis + 1 :]
         else:

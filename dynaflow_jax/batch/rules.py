@@ -98,7 +98,7 @@ def move(state: Any, axis: int) -> Any:
     return state if state.axis == axis else dataclasses.replace(state, axis=axis)
 
 
-def rows_of(states: Sequence[State]) -> Rows | None:
+def rows_of(states: Sequence[Any]) -> Rows | None:
     """Where the rows are, of values that are combined element by element; None if none of them has rows."""
     found: Rows | None = None
     for state in states:
@@ -113,12 +113,12 @@ def rows_of(states: Sequence[State]) -> Rows | None:
     return found
 
 
-def layout_of(*states: State | None) -> Rows | None:
+def layout_of(*states: State | None) -> Any:
     """As `rows_of`, for values that have their rows on different axes; the axis of the result means nothing."""
     return rows_of([move(state, 0) for state in states if type(state) is Rows])
 
 
-def agree(states: Sequence[State], doing: str) -> State:
+def agree(states: Sequence[Any], doing: str) -> Any:
     """The state of a value whose elements are taken from values of these states, or are sums of theirs."""
     rows = rows_of(states)
     some = [state for state in states if not is_zero(state)]
@@ -129,10 +129,10 @@ def agree(states: Sequence[State], doing: str) -> State:
         raise Mixing(f"{doing} rows of the batch and a sum over the batch")
     if totals and len(totals) < len(some):
         raise Mixing(f"{doing} a sum over the batch and a value that every micro-batch would contribute again")
-    first = some[0].scale  # type: ignore[attr-defined]
+    first = some[0].scale
     for state in some[1:]:
-        if state.scale != first:  # type: ignore[attr-defined]
-            scales = f"{describe(first)} and {describe(state.scale)}"  # type: ignore[attr-defined]
+        if state.scale != first:
+            scales = f"{describe(first)} and {describe(state.scale)}"
             raise Mixing(f"{doing} values that scale differently with the batch ({scales})")
     if rows is not None:
         return rows if rows.scale == first and not rows.zero else dataclasses.replace(rows, scale=first, zero=False)
@@ -141,7 +141,7 @@ def agree(states: Sequence[State], doing: str) -> State:
     return Invariant(first)
 
 
-def as_factor(state: State) -> State:
+def as_factor(state: Any) -> Any:
     """A sum over the batch as a factor of other values."""
     if type(state) is not Total:
         return state
@@ -150,7 +150,7 @@ def as_factor(state: State) -> State:
     return Invariant(state.factor)
 
 
-def product(a: State, b: State, exponent: int = 1) -> State:
+def product(a: Any, b: Any, exponent: int = 1) -> State:
     """The state of ``a * b ** exponent``, element by element or as any other bilinear operation without contraction."""
     rows = rows_of((a, b))
     if is_zero(a) or (is_zero(b) and exponent > 0):
@@ -161,17 +161,17 @@ def product(a: State, b: State, exponent: int = 1) -> State:
         a = as_factor(a)
     if type(a) is Total and type(b) is Total:
         raise Mixing("multiplies two sums over the batch")
-    scale = times(a.scale, power(b.scale, exponent))  # type: ignore[attr-defined]
+    scale = times(a.scale, power(b.scale, exponent))
     if rows is not None:
         return rows if rows.scale == scale and not rows.zero else dataclasses.replace(rows, scale=scale, zero=False)
     total, other = (a, b) if type(a) is Total else (b, a)
     if type(total) is not Total:
         return Invariant(scale) if scale else INVARIANT
-    by = power(other.scale, exponent if other is b else 1)  # type: ignore[attr-defined]
+    by = power(other.scale, exponent if other is b else 1)
     return Total(scale, None if total.factor is None else times(total.factor, by))
 
 
-def whole(full: Any, part: Any, states: Sequence[State]) -> State:
+def whole(full: Any, part: Any, states: Sequence[Any]) -> Any:
     """The state of a function of whole rows, of which nothing but that is known: scales must be absent."""
     for state in states:
         if state is INVARIANT:
@@ -186,24 +186,24 @@ def whole(full: Any, part: Any, states: Sequence[State]) -> State:
     return dataclasses.replace(rows, scale=ONE, zero=False) if rows.zero or rows.scale else rows
 
 
-def homogeneous(states: Sequence[State], doing: str) -> State:
+def homogeneous(states: Sequence[Any], doing: str) -> State:
     """The state of a function that a positive factor passes through, such as a maximum."""
     state = agree(states, doing)
     if type(state) is Total:
         raise Mixing(f"{doing} sums over the batch")
-    if not is_positive(state.scale):  # type: ignore[attr-defined]
+    if not is_positive(state.scale):
         raise Mixing(f"{doing} values scaled by a sum over the batch, whose sign is not known")
     return state
 
 
-def without(state: State, axes: Sequence[int]) -> State:
+def without(state: Any, axes: Sequence[int]) -> State:
     """The state once axes other than the rows' are removed."""
     if type(state) in (Rows, RowIndex):
-        return move(state, state.axis - sum(axis < state.axis for axis in axes))  # type: ignore[attr-defined]
+        return move(state, state.axis - sum(axis < state.axis for axis in axes))
     return state
 
 
-def on_rows(state: State, axes: Sequence[int]) -> bool:
+def on_rows(state: Any, axes: Sequence[int]) -> bool:
     """Whether an axis of the rows is among the given ones."""
     return type(state) is Rows and state.axis in axes
 
@@ -223,7 +223,7 @@ def on_rows(state: State, axes: Sequence[int]) -> bool:
     *("round rsqrt shift_left shift_right_arithmetic shift_right_logical sin sinh sqrt tan tanh").split(),
     *("threefry2x32 threefry4x32 xor zeta").split(),
 )
-def elementwise(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def elementwise(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Functions of single elements, of which nothing else is known."""
     return whole(full, part, states)
 
@@ -238,7 +238,7 @@ def elementwise(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Stat
     sized=("sharding",),
     positions=True,
 )
-def passed_on(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequence[State]:
+def passed_on(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[State]:
     """The values themselves, or a multiple of them."""
     if part.primitive.name == "neg" and any(type(state) is RowIndex for state in states):
         raise Mixing("computes with the position of a row in the batch")
@@ -248,7 +248,7 @@ def passed_on(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sequen
 
 
 @rule("convert_element_type", positions=True)
-def convert(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def convert(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Linear, unless it rounds or only asks whether a number is zero."""
     if is_inexact(part.outvars[0]) or (not is_inexact(part.invars[0]) and part.params["new_dtype"].kind != "b"):
         state = states[0]
@@ -261,7 +261,7 @@ def convert(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
 
 
 @rule("add", "add_any", "sub", positions=True)
-def add(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def add(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Sums: of rows, or of sums; a constant added to a sum over the batch would be added once per micro-batch."""
     for state, other in zip(states, reversed(states), strict=True):
         if type(state) is RowIndex:  # the wrap-around of negative indices: never the branch that is taken
@@ -272,13 +272,13 @@ def add(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
 
 
 @rule("mul")
-def mul(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def mul(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Products: scales multiply."""
-    return product(*states)
+    return product(states[0], states[1])
 
 
 @rule("div")
-def div(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def div(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Quotients; by a sum over the batch too, which from then on is part of the scale."""
     if not is_inexact(part.outvars[0]):
         return whole(full, part, states)
@@ -286,7 +286,7 @@ def div(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
 
 
 @rule("square", "integer_pow")
-def integer_pow(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def integer_pow(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Powers, and so powers of the scale."""
     (state,), exponent = states, part.params.get("y", 2)
     if type(state) is Total and exponent > 1:
@@ -294,17 +294,17 @@ def integer_pow(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Stat
     if is_zero(state) and exponent > 0:
         return state
     state = as_factor(state)
-    return dataclasses.replace(state, scale=power(state.scale, exponent), zero=False)  # type: ignore[call-arg]
+    return dataclasses.replace(state, scale=power(state.scale, exponent), zero=False)
 
 
 @rule("abs", "max", "min")
-def maximum(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def maximum(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Functions through which a positive scale passes."""
     return homogeneous(states, f"takes the {part.primitive.name} of")
 
 
 @rule("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "sign", positions=True)
-def compare(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def compare(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Comparisons: a positive scale common to both sides drops out."""
     if type(states[0]) is RowIndex and part.primitive.name == "lt" and is_zero(states[1]):
         return Rows(states[0].axis, uniform=True, zero=True)  # no position is negative
@@ -312,11 +312,11 @@ def compare(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
         raise Mixing("compares the position of a row in the batch")
     state = homogeneous(states, "compares")
     zero = part.primitive.name == "sign" and is_zero(state)
-    return dataclasses.replace(state, scale=ONE, zero=zero)  # type: ignore[call-arg]
+    return dataclasses.replace(state, scale=ONE, zero=zero)
 
 
 @rule("select_n", positions=True)
-def select(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def select(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """A choice between values, row by row."""
     which, *cases = states
     if is_zero(which):
@@ -332,14 +332,14 @@ def select(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
         raise Mixing("selects from sums over the batch, row by row")
     rows = rows_of([which, state])
     assert rows is not None
-    return dataclasses.replace(rows, scale=state.scale, zero=is_zero(state))  # type: ignore[attr-defined]
+    return dataclasses.replace(rows, scale=state.scale, zero=is_zero(state))
 
 
 # -- shapes -------------------------------------------------------------------------------------------------------
 
 
 @rule("iota", sized=("shape",))
-def iota(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def iota(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Positions: of the rows if it counts along the batch, the same in each row otherwise."""
     axes = changed_axes(full.outvars[0], part.outvars[0])
     if not axes:
@@ -350,13 +350,13 @@ def iota(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
 
 
 @rule("broadcast_in_dim", sized=("shape",), positions=True)
-def broadcast_in_dim(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def broadcast_in_dim(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """New axes, and repetition along axes of size one; along the batch every row is the same."""
     state, out = states[0], part.outvars[0]
     grown = changed_axes(full.outvars[0], out)
     if type(state) in (Rows, RowIndex):
-        axis = part.params["broadcast_dimensions"][state.axis]  # type: ignore[attr-defined]
-        if grown != [axis] or shape(out)[axis] != shape(part.invars[0])[state.axis]:  # type: ignore[attr-defined]
+        axis = part.params["broadcast_dimensions"][state.axis]
+        if grown != [axis] or shape(out)[axis] != shape(part.invars[0])[state.axis]:
             raise Mixing("combines each row of the batch with every other")
         if type(state) is RowIndex and state.columns is not None:
             raise Mixing("computes with the position of a row in the batch")
@@ -366,11 +366,11 @@ def broadcast_in_dim(ctx: Any, full: Any, part: Any, states: Sequence[State]) ->
     if len(grown) > 1:
         raise Mixing("has more than one axis that grows with the batch")
     state = as_factor(state)
-    return Rows(grown[0], state.scale, uniform=True, zero=is_zero(state))  # type: ignore[attr-defined]
+    return Rows(grown[0], state.scale, uniform=True, zero=is_zero(state))
 
 
 @rule("reshape", sized=("new_sizes",), positions=True)
-def reshape(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def reshape(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """The axis of the rows may be merged with its neighbours, and taken apart again between two rows."""
     state = states[0]
     if type(state) not in (Rows, RowIndex):
@@ -380,7 +380,7 @@ def reshape(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
         raise Mixing("takes the axis of the batch apart")
     (axis,) = grown
     old, new = shape(part.invars[0]), shape(part.outvars[0])
-    before, after = math.prod(old[: state.axis]), math.prod(old[state.axis + 1 :])  # type: ignore[attr-defined]
+    before, after = math.prod(old[: state.axis]), math.prod(old[state.axis + 1 :])
     new_before, new_after = math.prod(new[:axis]), math.prod(new[axis + 1 :])
     if type(state) is RowIndex:
         if (before, after) != (new_before, new_after) or state.columns is not None:
@@ -403,32 +403,32 @@ def reshape(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
 
 
 @rule("squeeze", positions=True)
-def squeeze(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def squeeze(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Axes of size one go away."""
     (state,), axes = states, part.params["dimensions"]
     if type(state) in (Rows, RowIndex):
         table = type(state) is RowIndex and state.columns is not None
-        if table or state.axis in [axis % len(shape(part.invars[0])) for axis in axes]:  # type: ignore[attr-defined]
+        if table or state.axis in [axis % len(shape(part.invars[0])) for axis in axes]:
             raise Mixing("removes the axis of the batch")
     return without(state, axes)
 
 
 @rule("transpose", positions=True)
-def transpose(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def transpose(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Axes move."""
     (state,), permutation = states, part.params["permutation"]
     if type(state) is RowIndex and state.columns is not None:
         raise Mixing("computes with the position of a row in the batch")
     if type(state) in (Rows, RowIndex):
-        return move(state, list(permutation).index(state.axis))  # type: ignore[attr-defined]
+        return move(state, list(permutation).index(state.axis))
     return state
 
 
 @rule("rev")
-def rev(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def rev(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Reversal, harmless except along the batch."""
     (state,) = states
-    if on_rows(state, part.params["dimensions"]) and not state.uniform:  # type: ignore[attr-defined]
+    if on_rows(state, part.params["dimensions"]) and not state.uniform:
         raise Mixing("reverses the batch")
     return state
 
@@ -441,27 +441,27 @@ def _block(full: Any, part: Any, state: Rows) -> tuple[int, int]:
 
 
 @rule("concatenate", positions=True)
-def concatenate(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def concatenate(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Side by side along another axis; or batches end to end, which can be taken apart again."""
     dimension = int(part.params["dimension"])
     if any(type(state) is RowIndex for state in states):
         return _index_table(part, states, dimension)
-    rows = rows_of([dataclasses.replace(s, outer=1) if on_rows(s, [dimension]) else s for s in states])  # type: ignore
+    rows = rows_of([dataclasses.replace(s, outer=1) if on_rows(s, [dimension]) else s for s in states])
     if rows is None or rows.axis != dimension:
         return agree(states, "joins")
     if not all(type(state) is Rows for state in states):
         raise Mixing("joins rows of the batch and other rows")
-    agree([dataclasses.replace(state, outer=1) for state in states], "joins")  # type: ignore[call-arg]
+    agree([dataclasses.replace(state, outer=1) for state in states], "joins")
     # The parts run through all rows `outer` times each, in blocks of one size.
-    fixed = [(f, p, s) for f, p, s in zip(full.invars, part.invars, states, strict=True) if not s.uniform]  # type: ignore
-    block = _block(*(fixed[0] if fixed else (full.invars[0], part.invars[0], states[0])))  # type: ignore[arg-type]
+    fixed = [(f, p, s) for f, p, s in zip(full.invars, part.invars, states, strict=True) if not s.uniform]
+    block = _block(*(fixed[0] if fixed else (full.invars[0], part.invars[0], states[0])))
     outer = 0
     for f, p in zip(full.invars, part.invars, strict=True):
         times_full, times_part = (divmod(shape(v)[dimension], b) for v, b in zip((f, p), block, strict=True))
         if times_full != times_part or times_part[1]:
             raise Mixing("joins pieces of the batch")
         outer += times_part[0]
-    scale = next((s.scale for s in states if not is_zero(s)), ONE)  # type: ignore[attr-defined]
+    scale = next((s.scale for s in states if not is_zero(s)), ONE)
     inner = rows.inner
     if not fixed:  # all uniform, but not equal: divide into the batch's rows
         inner = block[1] // ctx.rows_within(block[1])
@@ -469,12 +469,12 @@ def concatenate(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Stat
     return Rows(dimension, scale, outer, inner, uniform=zero, zero=zero)
 
 
-def _index_table(part: Any, states: Sequence[State], dimension: int) -> State:
+def _index_table(part: Any, states: Sequence[Any], dimension: int) -> State:
     """Index vectors of which some entries are positions of rows."""
     axis = next(state.axis for state in states if type(state) is RowIndex)
     columns: list[bool] = []
     for var, state in zip(part.invars, states, strict=True):
-        if dimension != len(shape(var)) - 1 or type(state) not in (Rows, RowIndex) or state.axis != axis:  # type: ignore
+        if dimension != len(shape(var)) - 1 or type(state) not in (Rows, RowIndex) or state.axis != axis:
             raise Mixing("computes with the position of a row in the batch")
         width = shape(var)[dimension]
         if type(state) is RowIndex:
@@ -489,7 +489,7 @@ def _index_table(part: Any, states: Sequence[State], dimension: int) -> State:
     return RowIndex(axis, tuple(columns), data)
 
 
-def _cut(full: Any, part: Any, state: Rows, spans: Sequence[tuple[int, int]]) -> State:
+def _cut(full: Any, part: Any, state: Any, spans: Sequence[tuple[int, int]]) -> State:
     """The rows left by a slice along their axis, given its start and size at the full batch and at a micro-batch."""
     if state.uniform:
         (_, of_full), (_, of_part) = spans
@@ -505,7 +505,7 @@ def _cut(full: Any, part: Any, state: Rows, spans: Sequence[tuple[int, int]]) ->
 
 
 @rule("slice", sized=("start_indices", "limit_indices"), positions=True)
-def slice_(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def slice_(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Along other axes; along the batch only between whole batches that were joined."""
     (state,) = states
     strides = part.params["strides"]
@@ -525,11 +525,11 @@ def slice_(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
             return state
     if type(state) is RowIndex or (strides is not None and strides[axis] != 1):
         raise Mixing("takes some rows out of the batch")
-    return _cut(full.invars[0], part.invars[0], state, [span[axis] for span in spans])  # type: ignore[arg-type]
+    return _cut(full.invars[0], part.invars[0], state, [span[axis] for span in spans])
 
 
 @rule("split", sized=("sizes",))
-def split(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State | Sequence[State]:
+def split(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State | Sequence[State]:
     """Several slices at once."""
     (state,), axis = states, part.params["axis"]
     if not on_rows(state, [axis]):
@@ -539,20 +539,20 @@ def split(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State | Se
     starts, out = [0, 0], []
     for sizes in zip(full.params["sizes"], part.params["sizes"], strict=True):
         spans = [(start, int(size)) for start, size in zip(starts, sizes, strict=True)]
-        out.append(_cut(full.invars[0], part.invars[0], state, spans))  # type: ignore[arg-type]
+        out.append(_cut(full.invars[0], part.invars[0], state, spans))
         starts = [start + size for start, size in spans]
     return out
 
 
 @rule("stack")
-def stack(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def stack(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Side by side along a new axis."""
     state, axis = agree(states, "stacks"), part.params["axis"]
     return move(state, state.axis + (axis <= state.axis)) if type(state) is Rows else state
 
 
 @rule("unstack")
-def unstack(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def unstack(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """All slices along an axis, which goes away."""
     (state,), axis = states, part.params["axis"]
     if on_rows(state, [axis]):
@@ -561,7 +561,7 @@ def unstack(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
 
 
 @rule("tile")
-def tile(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def tile(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """The whole array again and again."""
     (state,), reps = states, part.params["reps"]
     if type(state) is not Rows or state.uniform:
@@ -573,7 +573,7 @@ def tile(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
 
 
 @rule("pad")
-def pad(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def pad(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Padding along other axes."""
     state, value = states
     if on_rows(state, [i for i, config in enumerate(part.params["padding_config"]) if any(config)]):
@@ -585,26 +585,26 @@ def pad(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
 
 
 @rule("reduce_sum")
-def reduce_sum(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def reduce_sum(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """The sum over the batch is the sum of the micro-batches' sums."""
     (state,), axes = states, part.params["axes"]
     if on_rows(state, axes):
-        return ZERO if is_zero(state) else Total(state.scale)  # type: ignore[attr-defined]
+        return ZERO if is_zero(state) else Total(state.scale)
     return without(state, axes)
 
 
 @rule("reduce_max", "reduce_min", "argmax", "argmin")
-def reduce_max(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def reduce_max(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Reductions through which a positive scale passes, or drops out."""
     name, axes = part.primitive.name, part.params["axes"]
     if on_rows(states[0], axes):
         raise Mixing(f"reduces over the batch with {name.removeprefix('reduce_')}")
     state = without(homogeneous(states, "reduces"), axes)
-    return state if name.startswith("reduce") else dataclasses.replace(state, scale=ONE, zero=False)  # type: ignore
+    return state if name.startswith("reduce") else dataclasses.replace(state, scale=ONE, zero=False)
 
 
 @rule("reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
-def reduce_other(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def reduce_other(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Other reductions."""
     axes = part.params["axes"]
     if on_rows(states[0], axes):
@@ -613,7 +613,7 @@ def reduce_other(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Sta
 
 
 @rule("reduce", sized=("jaxpr",))
-def reduce(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def reduce(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """A reduction with a function of the user's; initial values come last."""
     axes = part.params["dimensions"]
     if any(on_rows(state, axes) for state in states):
@@ -622,7 +622,7 @@ def reduce(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
 
 
 @rule("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")
-def cumulate(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def cumulate(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Running reductions: along the batch, each row would miss those of the micro-batches before."""
     (state,), name = states, part.primitive.name
     if on_rows(state, [part.params["axis"]]):
@@ -633,7 +633,7 @@ def cumulate(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
 
 
 @rule("sort", "top_k", "approx_top_k")
-def sort(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State | Sequence[State]:
+def sort(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State | Sequence[State]:
     """Sorting, harmless except along the batch; keys order the same when scaled, and so do what they carry along."""
     params = part.params
     axis = params.get("dimension", params.get("axis", params.get("reduction_dimension", -1)))
@@ -645,13 +645,13 @@ def sort(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State | Seq
     if any(type(state) is Total for state in states):
         raise Mixing("sorts a sum over the batch")
     if part.primitive.name != "sort":
-        return [states[0], dataclasses.replace(states[0], scale=ONE, zero=False)]  # type: ignore[call-arg]
+        return [states[0], dataclasses.replace(states[0], scale=ONE, zero=False)]
     if rows is None:
         return list(states)
-    return [dataclasses.replace(rows, scale=state.scale, zero=is_zero(state)) for state in states]  # type: ignore
+    return [dataclasses.replace(rows, scale=state.scale, zero=is_zero(state)) for state in states]
 
 
-def _windowed(part: Any, state: State) -> None:
+def _windowed(part: Any, state: Any) -> None:
     """Refuse windows that reach over more than one row."""
     if type(state) is not Rows:
         return
@@ -662,7 +662,7 @@ def _windowed(part: Any, state: State) -> None:
 
 
 @rule("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window", sized=("jaxpr",))
-def reduce_window(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def reduce_window(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Pooling within each row."""
     for state in states:
         _windowed(part, state)
@@ -673,7 +673,7 @@ def reduce_window(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> St
 
 
 @rule("select_and_scatter_add", "select_and_gather_add")
-def select_and_scatter_add(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def select_and_scatter_add(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Derivatives of pooling: linear in the first input, the second one only chooses."""
     for state in states:
         _windowed(part, state)
@@ -681,11 +681,11 @@ def select_and_scatter_add(ctx: Any, full: Any, part: Any, states: Sequence[Stat
     if type(states[0]) is Total:
         raise Mixing("pools a sum over the batch")
     rows = rows_of(states)
-    return states[0] if rows is None else dataclasses.replace(rows, scale=states[0].scale, zero=is_zero(states[0]))  # type: ignore
+    return states[0] if rows is None else dataclasses.replace(rows, scale=states[0].scale, zero=is_zero(states[0]))
 
 
 @rule("fft", sized=("fft_lengths",))
-def fft(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def fft(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Linear along its axes, the last ones."""
     (state,), ndim = states, len(shape(part.invars[0]))
     if on_rows(state, range(ndim - len(part.params["fft_lengths"]), ndim)):
@@ -695,7 +695,7 @@ def fft(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
 
 @rule(*"cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd triangular_solve tridiagonal".split())
 @rule("lu_pivots_to_permutation", "tridiagonal_solve", "symmetric_product")
-def linalg(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def linalg(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Linear algebra on a stack of matrices: one per row, or several."""
     trailing = 1 if part.primitive.name == "lu_pivots_to_permutation" else 2
     stacked = max(len(shape(var)) for var in part.invars) - trailing
@@ -707,26 +707,26 @@ def linalg(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
 # -- contractions -------------------------------------------------------------------------------------------------
 
 
-def _contracted(a: State, b: State) -> State:
+def _contracted(a: Any, b: Any) -> State:
     """The sum over the batch of the products of rows."""
     if is_zero(a) or is_zero(b):
         return ZERO
     layout_of(a, b)
-    return Total(times(a.scale, b.scale))  # type: ignore[attr-defined]
+    return Total(times(a.scale, b.scale))
 
 
-def _kept(layout: Rows | None, axis: int, a: State, b: State) -> State:
+def _kept(layout: Rows | None, axis: int, a: Any, b: Any) -> State:
     """Rows of one side, or of both in step, at their axis of the output."""
     assert layout is not None
     if type(a) is Total or type(b) is Total:
         raise Mixing("multiplies the rows of the batch with a sum over them")
     zero = is_zero(a) or is_zero(b)
-    scale = ONE if zero else times(a.scale, b.scale)  # type: ignore[attr-defined]
+    scale = ONE if zero else times(a.scale, b.scale)
     return dataclasses.replace(layout, axis=axis, scale=scale, zero=zero)
 
 
 @rule("dot_general")
-def dot_general(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def dot_general(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Contracting the batch sums over it; a batch axis of one side, or one common to both, is kept."""
     (contract_a, contract_b), (batch_a, batch_b) = part.params["dimension_numbers"]
     a, b = states
@@ -750,14 +750,14 @@ def dot_general(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Stat
         if at_a[0] == "contracted":
             return _contracted(a, b)
         return _kept(layout_of(a, b), at_a[1], a, b)
-    kind, axis = at_a or at_b  # type: ignore[misc]
+    kind, axis = at_a or at_b or ("", 0)
     if kind != "free":
         raise Mixing("contracts the batch with something that has no batch")
     return _kept(layout_of(a, b), axis, a, b)
 
 
 @rule("conv_general_dilated")
-def conv_general_dilated(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def conv_general_dilated(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Convolution of each row; the derivative by the kernel has the batch where features are, and contracts it."""
     a, b = states
     if type(a) is not Rows and type(b) is not Rows:
@@ -775,7 +775,7 @@ def conv_general_dilated(ctx: Any, full: Any, part: Any, states: Sequence[State]
 
 
 @rule("ragged_dot_general")
-def ragged_dot_general(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def ragged_dot_general(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Rows grouped by expert: the sizes of the groups are counts over the whole batch."""
     if any(type(state) is not Invariant for state in states):
         raise Mixing("groups the tokens of the whole batch by expert (MoE routing)")
@@ -783,7 +783,7 @@ def ragged_dot_general(ctx: Any, full: Any, part: Any, states: Sequence[State]) 
 
 
 @rule("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper")
-def dot_product_attention(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def dot_product_attention(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """CuDNN's attention: all inputs and outputs have the batch first."""
     if any(type(state) is Rows and (state.axis or state.outer != 1) for state in states):
         raise Mixing("attends over the batch")
@@ -803,13 +803,13 @@ def _picks_own_row(full: Any, part: Any, index: RowIndex, column: int, axis: int
         raise Mixing("uses the position of a row in the batch")
 
 
-def _as_index(state: State) -> None:
+def _as_index(state: Any) -> None:
     if type(state) is Total or not is_one_scale(state):
         raise Mixing("indexes by a sum over the batch" if type(state) is Total else "indexes by a scaled value")
 
 
 @rule("gather", sized=("slice_sizes",), positions=True)
-def gather(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def gather(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Lookups: of rows in a table, within each row, or of each row by its own position."""
     operand, index = states
     numbers, sizes = part.params["dimension_numbers"], part.params["slice_sizes"]
@@ -830,15 +830,15 @@ def gather(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
     if batch is None:
         if type(index) is Invariant:
             if type(operand) is Total and not is_inexact(part.outvars[0]):
-                raise Mixing(
-                    "looks up integer sums over the batch"
-                )  # out of bounds gives a constant, and so a sum of it
+                # Out of bounds gives a constant, and so a sum of it.
+                raise Mixing("looks up integer sums over the batch")
             return agree([operand], "adds")
         if type(index) is RowIndex:
             raise Mixing("uses the position of a row in the batch")
         if type(operand) is Total:
             raise Mixing("looks up rows in a sum over the batch")
-        return dataclasses.replace(index, axis=looked_up[index.axis], scale=operand.scale, zero=is_zero(operand))  # type: ignore
+        axis = looked_up[index.axis]  # pyright: ignore[reportAttributeAccessIssue]
+        return dataclasses.replace(index, axis=axis, scale=operand.scale, zero=is_zero(operand))
 
     assert type(operand) is Rows
     if type(index) is Invariant:
@@ -852,15 +852,15 @@ def gather(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
         _picks_own_row(full, part, index, list(numbers.start_index_map).index(batch), batch)
     elif (batch, index.axis) not in zip(
         numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
-    ):  # type: ignore
+    ):
         raise Mixing("picks rows of the batch by data")
     layout = layout_of(operand, index.data if type(index) is RowIndex else index)
-    return dataclasses.replace(layout, axis=looked_up[index.axis], scale=operand.scale, zero=operand.zero)  # type: ignore
+    return dataclasses.replace(layout, axis=looked_up[index.axis], scale=operand.scale, zero=operand.zero)
 
 
 @rule("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max",
       sized=("update_jaxpr",), positions=True)  # fmt: skip
-def scatter(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def scatter(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Writes: within each row, to each row by its own position; or sums of rows, the derivative of a lookup."""
     operand, index, updates = states
     name, numbers = part.primitive.name, part.params["dimension_numbers"]
@@ -868,7 +868,7 @@ def scatter(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
     if type(operand) is RowIndex or type(updates) is RowIndex:
         raise Mixing("uses the position of a row in the batch")
     if name in ("scatter", "scatter-add", "scatter-sub"):
-        combined: Callable[[Sequence[State]], State] = lambda states: agree(states, "writes")  # noqa: E731
+        combined: Callable[..., Any] = lambda states: agree(states, "writes")  # noqa: E731
     else:
         combined = lambda states: whole(full, part, states)  # noqa: E731
     ndim, update_ndim = len(shape(part.invars[0])), len(shape(part.invars[2]))
@@ -881,7 +881,7 @@ def scatter(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
     if type(operand) is Rows:
         batch = operand.axis
         if type(index) is Invariant:
-            at = numbers.update_window_dims[window.index(batch)] if batch in window else None
+            at = numbers.update_window_dims[window.index(batch)] if batch in window else -1
             if batch in numbers.scatter_dims_to_operand_dims or not on_rows(updates, [at]):
                 raise Mixing("writes to some rows of the batch")
             if any(shape(eqn.invars[2])[at] != shape(eqn.invars[0])[batch] for eqn in (full, part)):
@@ -891,15 +891,15 @@ def scatter(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
             if batch not in to or batch not in numbers.inserted_window_dims:
                 raise Mixing("uses the position of a row in the batch")
             _picks_own_row(full, part, index, to.index(batch), batch)
-        elif (batch, index.axis) not in zip(  # type: ignore[attr-defined]
+        elif (batch, index.axis) not in zip(
             numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
         ):
             raise Mixing("writes to rows of the batch by data")
-        if type(index) is not Invariant and not on_rows(updates, [looked_up[index.axis]]):  # type: ignore[attr-defined]
+        if isinstance(index, (Rows, RowIndex)) and not on_rows(updates, [looked_up[index.axis]]):
             raise Mixing("writes to rows of the batch what does not come from them")
         layout = layout_of(operand, updates, index.data if type(index) is RowIndex else index)
         value = combined([move(operand, 0), move(updates, 0)])
-        return dataclasses.replace(layout, axis=batch, scale=value.scale, zero=is_zero(value))  # type: ignore
+        return dataclasses.replace(layout, axis=batch, scale=value.scale, zero=is_zero(value))
 
     if type(index) is Invariant and type(updates) is not Rows:
         return combined([operand, updates])
@@ -912,12 +912,12 @@ def scatter(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
     layout_of(index, updates)
     if is_zero(updates):
         return operand
-    total = agree([operand, Total(updates.scale)], "adds")  # type: ignore[attr-defined]
-    return Total(total.scale)  # type: ignore[attr-defined]
+    total = agree([operand, Total(updates.scale)], "adds")
+    return Total(total.scale)
 
 
 @rule("dynamic_slice", sized=("slice_sizes",))
-def dynamic_slice(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def dynamic_slice(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """A slice at a place that is the same for all rows."""
     operand, *starts = states
     for start in starts:
@@ -932,7 +932,7 @@ def dynamic_slice(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> St
 
 
 @rule("dynamic_update_slice")
-def dynamic_update_slice(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def dynamic_update_slice(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """A write at a place that is the same for all rows."""
     operand, update, *starts = states
     for start in starts:
@@ -947,7 +947,7 @@ def dynamic_update_slice(ctx: Any, full: Any, part: Any, states: Sequence[State]
 
 
 @rule("random_bits", "random_split", sized=("shape",))
-def random_bits(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def random_bits(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """With one key for all rows it is a draw over the batch; with a key per row it is like any function of rows."""
     grown = changed_axes(full.outvars[0], part.outvars[0])
     whole(full, part, states)
@@ -964,7 +964,7 @@ def random_bits(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Stat
 
 
 @rule("random_wrap", "random_unwrap")
-def random_wrap(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def random_wrap(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Keys as numbers, which have one more axis, and back."""
     if type(states[0]) is Rows and states[0].axis >= min(len(shape(part.invars[0])), len(shape(part.outvars[0]))):
         raise Mixing("takes the batch for the numbers of a key")
@@ -972,7 +972,7 @@ def random_wrap(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> Stat
 
 
 @rule("random_gamma")
-def random_gamma(ctx: Any, full: Any, part: Any, states: Sequence[State]) -> State:
+def random_gamma(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Draws with parameters; with one key for all rows, their number decides what each row draws."""
     key, parameter = states
     if type(parameter) is Rows and type(key) is not Rows:

