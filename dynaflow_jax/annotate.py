@@ -279,6 +279,11 @@ def _scope(name: str, tags: frozenset[str], rule: int | None) -> contextlib.Abst
     return jax.named_scope(Label(name, tags, next(_instances), rule).encode())
 
 
+def is_labelling() -> bool:
+    """Whether ``labelling`` is open in this thread: whether a scheduled function is being traced."""
+    return _tracing.rules is not None
+
+
 @contextlib.contextmanager
 def labelling(rules: Rules) -> Iterator[None]:
     """While this is open, marks write labels in this thread, and calls that a rule names are labelled."""

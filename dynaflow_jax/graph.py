@@ -205,7 +205,7 @@ def _warn_unused(rules: Rules, used: Counter[int], flat: Flat) -> None:
     for index, rule in enumerate(rules.atoms):
         if not used[index]:
             hint = (
-                "no module of that class is called, or its path is another"
+                "no such module is called, its path is another, or marks inside it leave nothing over"
                 if isinstance(rule, SplitModule)
                 else "no primitive, jitted function or scope has that name (wrap a plain function in df.mark)"
             )

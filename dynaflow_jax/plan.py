@@ -73,8 +73,8 @@ class Plan:
         if version != _VERSION:
             raise PlanError(f"The plan has version {version}; this library reads version {_VERSION}.")
         sizes = tuple(read.integer(size, "plan.sizes") for size in read.field(data, "sizes", list, "plan"))
-        if not sizes or min(sizes) < 0:
-            raise PlanError("plan.sizes must list the rows of each micro-batch.")
+        if not sizes or min(sizes) < 1:
+            raise PlanError(f"plan.sizes must list the rows of each micro-batch, not {list(sizes)}.")
         steps = read.steps(read.field(data, "steps", list, "plan"), "plan.steps")
         strategy = read.field(data, "strategy", str, "plan")
         return Plan(sizes, steps, strategy, read.field(data, "fingerprint", str, "plan"))
@@ -244,7 +244,14 @@ class Replay(OpScheduler):
 
     def split(self, info: InputInfo) -> tuple[int, ...]:
         """The plan's sizes."""
-        return self.plan.sizes
+        sizes = self.plan.sizes
+        if sum(sizes) != info.batch_size or any(size % info.shards for size in sizes):
+            sharded = f" on {info.shards} devices" if info.shards > 1 else ""
+            raise PlanError(
+                f"The plan splits a batch into {list(sizes)} rows; this one has {info.batch_size}{sharded}. "
+                "Make a plan for this batch."
+            )
+        return sizes
 
     def __repr__(self) -> str:
         return self.plan.strategy

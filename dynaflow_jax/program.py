@@ -39,3 +39,8 @@ def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> tuple[Prog
     """Trace a function of flat arguments; returns its program and the values of the constants it closes over."""
     closed = jax.make_jaxpr(fun)(*avals)
     return from_jaxpr(closed), compat.consts_of(closed)
+
+
+def outputs_of(program: Program, value_of: Callable[[Any], Any]) -> list[Any]:
+    """The values of a program's outputs, given those of its variables."""
+    return [atom.val if compat.is_literal(atom) else value_of(atom) for atom in program.outvars]

@@ -233,13 +233,13 @@ class ScheduleContext:
         Returns:
           The operators; empty when all are executed (or none of this micro-batch is ready).
         """
-        if micro_batch is not None and not 0 <= micro_batch < len(self.sizes):
-            raise ScheduleError(f"There is no micro-batch {micro_batch}; there are {len(self.sizes)}, from 0.")
+        if micro_batch is not None and micro_batch not in range(len(self.sizes)):
+            raise ScheduleError(f"There is no micro-batch {micro_batch!r}; there are {len(self.sizes)}, from 0.")
         self._idle_calls += 1
         if self._idle_calls > _PATIENCE:
             raise ScheduleError(
-                f"The strategy asked {_PATIENCE} times what is ready without executing anything; "
-                f"{self._ready[0][1] if self._ready else 'nothing'} is. Execute it, or leave the loop."
+                f"The strategy asked {_PATIENCE} times what is ready without executing anything. "
+                + (f"{self._ready[0][1]} is: execute it." if self._ready else "Nothing is left: leave the loop.")
             )
         refs = [ref for _, ref in self._ready]
         return [self._ops[ref] for ref in refs if micro_batch is None or ref.micro_batch in (micro_batch, None)]
@@ -277,15 +277,15 @@ class ScheduleContext:
           ScheduleError: naming the operator, if it was executed before or its inputs were not, if ``fn`` does not
             return what the operators do, or if an argument makes no sense.
         """
-        ops = (op_or_ops,) if isinstance(op_or_ops, ScheduledOperator) else tuple(op_or_ops)
+        ops = _listed(op_or_ops)
         refs = tuple(self._checked(op) for op in ops)
         if not refs:
             raise ScheduleError("ctx.execute was called with no operator.")
         if not isinstance(stream, str) or not stream:
             raise ScheduleError(f"{refs[0]}: a stream is a name such as 'compute', not {stream!r}.")
-        if sm_budget is not None and (not isinstance(sm_budget, int) or sm_budget < 1):
+        if sm_budget is not None and (not isinstance(sm_budget, int) or sm_budget < 1 or sm_budget is True):
             raise ScheduleError(f"{refs[0]}: sm_budget is a positive number of multiprocessors, not {sm_budget!r}.")
-        if not isinstance(priority, int):
+        if not isinstance(priority, int) or isinstance(priority, bool):
             raise ScheduleError(f"{refs[0]}: priority is a whole number, not {priority!r}.")
         reads = self._check_inputs(refs)
         step = Step(refs, stream, reads, self._indices(after, refs[0]), priority, sm_budget, fn)
@@ -338,13 +338,19 @@ class ScheduleContext:
 
     def _indices(self, after: Any, ref: OpRef) -> tuple[int, ...]:
         found = []
-        for item in (after,) if isinstance(after, (ScheduledOperator, Step)) else tuple(after):
-            first = (
-                self._checked(item) if isinstance(item, ScheduledOperator) else getattr(item, "operators", [None])[0]
-            )
-            if first not in self._done:
-                raise ScheduleError(f"{ref}: after= names {item!r}, which was not executed yet.")
-            found.append(self._done[first])
+        for item in _listed(after):
+            if isinstance(item, ScheduledOperator):
+                index = self._done.get(self._checked(item))
+            elif isinstance(item, Step):
+                index = self._done.get(item.operators[0]) if item.operators else None
+                if index is not None and self._steps[index] is not item:
+                    index = None
+            else:
+                raise ScheduleError(f"{ref}: after= takes operators, or steps that ctx.execute returned; not {item!r}.")
+            if index is None:
+                name = item.ref if isinstance(item, ScheduledOperator) else item
+                raise ScheduleError(f"{ref}: after= names {name}, which was not executed yet, or not by this ctx.")
+            found.append(index)
         return tuple(sorted(set(found)))
 
     def inputs_of(self, ops: ScheduledOperator | Iterable[ScheduledOperator]) -> list[Any]:
@@ -357,7 +363,7 @@ class ScheduleContext:
         return [var.aval for _, var in external_outputs(self._region, self._refs(ops))]
 
     def _refs(self, ops: Any) -> tuple[OpRef, ...]:
-        return tuple(self._checked(op) for op in ((ops,) if isinstance(ops, ScheduledOperator) else tuple(ops)))
+        return tuple(self._checked(op) for op in _listed(ops))
 
     def _check_replacement(self, fn: Callable[..., Any], refs: tuple[OpRef, ...]) -> None:
         name = f"fn={getattr(fn, '__name__', fn)!r} in place of {' + '.join(map(str, refs))}"
@@ -380,10 +386,14 @@ class ScheduleContext:
 
     def _check_merge(self, ops: tuple[ScheduledOperator, ...]) -> None:
         for op in ops:
-            states = self._region.variants[op.micro_batch or 0].states
+            variant = self._region.variants[op.micro_batch or 0]
             for what, variables in (("reads", op.program.invars), ("gives", op.program.outvars)):
                 for var in variables:
-                    if problem := merge_problem(states.get(var, INVARIANT), var.aval):
+                    state = variant.states.get(var, INVARIANT)
+                    problem = merge_problem(state, var.aval)
+                    if what == "gives" and variant.is_factor(state):
+                        problem = "is a sum over its rows, which other values are divided by or multiplied with"
+                    if problem:
                         raise ScheduleError(
                             f"{op.key} cannot be merged over micro-batches {[o.micro_batch for o in ops]}: it {what} "
                             f"a value {var.aval.str_short()} that {problem}. Execute it for each micro-batch."
@@ -398,6 +408,11 @@ class ScheduleContext:
                 f"The strategy never executed {names}{where}. "
                 "Loop until ctx.get_ready_ops() is empty: executing an operator makes others ready."
             )
+
+
+def _listed(value: Any) -> tuple[Any, ...]:
+    """One operator or step, or several, as a tuple."""
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
 def external_inputs(region: Region, refs: Sequence[OpRef]) -> list[tuple[int, Any]]:

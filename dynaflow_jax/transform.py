@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import numbers
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -13,10 +15,9 @@ from typing import Any, Literal
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-import numpy as np
 
 from dynaflow_jax import compat, cost
-from dynaflow_jax.annotate import Label, Rule, Rules, labelling
+from dynaflow_jax.annotate import Label, Rule, Rules, is_labelling, labelling
 from dynaflow_jax.batch import draws as batch_draws
 from dynaflow_jax.batch import outputs as batch_outputs
 from dynaflow_jax.batch import split as batch_split
@@ -53,7 +54,9 @@ def dynaflow(
 
     The result has the signature and the results of ``fun``, and composes with ``jit``, ``grad`` (inside and
     outside), ``vmap``, ``shard_map``, ``remat``, ``scan``, donation and ``custom_vjp``. Everything is decided when it
-    is traced: once for each set of shapes, mesh and context. After DynaFlow (arXiv 2605.21603).
+    is traced: once for each set of shapes, mesh and context; as with ``jit``, what ``fun`` closes over is read then.
+    Inside another scheduled function the result is ``fun`` itself: the strategy around it schedules its operators.
+    After DynaFlow (arXiv 2605.21603).
 
     Example::
 
@@ -87,6 +90,8 @@ def dynaflow(
     """
     if isinstance(fun, DynaFlow):
         raise DynaFlowError("The function is scheduled by dynaflow already; wrap the original one.")
+    if not callable(fun):
+        raise DynaFlowError(f"dynaflow takes a function, not {fun!r}.")
     if isinstance(scheduler, type) and issubclass(scheduler, OpScheduler):
         raise DynaFlowError(f"scheduler={scheduler.__name__} is a class; pass an instance: {scheduler.__name__}().")
     if not isinstance(scheduler, (OpScheduler, Plan)):
@@ -97,10 +102,18 @@ def dynaflow(
         raise DynaFlowError(f"backend must be 'auto', 'xla' or 'dispatch', not {backend!r}.")
     if backend == "dispatch":
         raise DynaFlowError("backend='dispatch' is not in this version; use 'auto' or 'xla'.")
-    if batch_shards is not None and (not isinstance(batch_shards, int) or batch_shards < 1):
-        raise DynaFlowError(f"batch_shards is a positive whole number, not {batch_shards!r}.")
-    if not isinstance(unroll, int) or unroll < 1:
-        raise DynaFlowError(f"unroll is a positive whole number, not {unroll!r}.")
+    for name, number in (("batch_shards", 1 if batch_shards is None else batch_shards), ("unroll", unroll)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise DynaFlowError(f"{name} is a positive whole number, not {number!r}.")
+    if weights is not None and not callable(weights):
+        raise DynaFlowError(f"weights must be a function of the arguments of fun, not {weights!r}.")
+    allowed = (allow_batch_mixing,) if isinstance(allow_batch_mixing, (str, int)) else tuple(allow_batch_mixing)
+    if bad := [name for name in allowed if not isinstance(name, str)]:
+        raise DynaFlowError(f"allow_batch_mixing takes names of operators, modules or primitives, not {bad[0]!r}.")
+    try:
+        hash(context)
+    except TypeError:
+        raise DynaFlowError(f"context must be hashable, and {context!r} is not.") from None
     return DynaFlow(
         fun,
         Replay(scheduler) if isinstance(scheduler, Plan) else scheduler,
@@ -109,7 +122,7 @@ def dynaflow(
         out_axes,
         weights,
         rng,
-        (allow_batch_mixing,) if isinstance(allow_batch_mixing, str) else tuple(allow_batch_mixing),
+        allowed,
         batch_shards,
         unroll,
         context,
@@ -146,12 +159,21 @@ class DynaFlow:
         self.context = context
         self._cache: OrderedDict[Any, Resolved] = OrderedDict()
         self._lock = threading.Lock()
+        self._parameters = _parameters(fun)
         functools.update_wrapper(self, fun, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function as scheduled."""
-        resolved, leaves = self._resolve(args, kwargs)
-        return resolved.call(leaves)
+        if is_labelling():
+            return self.fun(*args, **kwargs)
+        resolved, call = self._resolve(args, kwargs)
+        for leaf, name in zip(call.leaves, call.names, strict=True):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise DynaFlowError(
+                    f"The argument {name} is a ShapeDtypeStruct: good for the methods graph, plan and explain, "
+                    "not for a call. Pass an array."
+                )
+        return resolved.call(call.leaves)
 
     def graph(self, *args: Any, **kwargs: Any) -> OpGraph:
         """The operators of the function on the whole batch; arguments may be ``jax.ShapeDtypeStruct``."""
@@ -171,9 +193,9 @@ class DynaFlow:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         # So that a method of a class can be scheduled like a function.
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else _Bound(self, instance)
 
-    def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Resolved, list[Any]]:
+    def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Resolved, _Call]:
         call = _Call.of(self, args, kwargs)
         key = (call.signature, compat.trace_context())
         with self._lock:
@@ -188,7 +210,23 @@ class DynaFlow:
                     self._cache[key] = resolved
                     while len(self._cache) > _CACHE_SIZE:
                         self._cache.popitem(last=False)
-        return resolved, call.leaves
+        return resolved, call
+
+
+class _Bound:
+    """A scheduled method of an object."""
+
+    def __init__(self, flow: DynaFlow, instance: Any):
+        self.__wrapped__ = functools.partial(flow, instance)
+        self.graph = functools.partial(flow.graph, instance)
+        self.plan = functools.partial(flow.plan, instance)
+        self.explain = functools.partial(flow.explain, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,13 +266,19 @@ class _Call:
         axes = _batch_axes(flow, args, kwargs, tree)
         leaves, positions, static, chosen, names = [], [], [], [], []
         for i, ((path, leaf), axis) in enumerate(zip(with_paths, axes, strict=True)):
+            name = _argument_name(flow._parameters, path)
             if compat.is_array(leaf) or compat.is_tracer(leaf):
                 leaves.append(leaf)
                 positions.append(i)
-                names.append(_argument_name(flow.fun, path))
-                chosen.append(_check_axis(axis, leaf, names[-1]))
+                names.append(name)
+                chosen.append(_check_axis(axis, leaf, name))
+            elif axis is not None:
+                raise SplitError(
+                    f"batch_axes gives {name} the axis {axis!r}, but it is {leaf!r:.60}, not an array: it has no rows. "
+                    "Give it None."
+                )
             else:
-                static.append((i, _hashable(leaf, _argument_name(flow.fun, path))))
+                static.append((i, _hashable(leaf, name)))
         avals = tuple(compat.aval_of(leaf) for leaf in leaves)
         placed = [compat.shards_of(leaf, axis) for leaf, axis in zip(leaves, chosen, strict=True) if axis is not None]
         shards = flow.batch_shards or max(placed, default=1)
@@ -277,16 +321,21 @@ def _hashable(leaf: Any, name: str) -> Any:
     return leaf
 
 
-def _argument_name(fun: Callable[..., Any], path: Any) -> str:
+def _parameters(fun: Callable[..., Any]) -> list[str]:
+    """Names of the positional parameters of a function, as far as it tells."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (ValueError, TypeError):  # some functions written in C
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _argument_name(parameters: Sequence[str], path: Any) -> str:
     """``params['w']`` for a leaf's path in ``(args, kwargs)``."""
     which, *rest = path
     if which.idx == 0 and rest:
         index, *rest = rest
-        try:
-            parameters = list(inspect.signature(fun).parameters)
-            name = parameters[index.idx]
-        except (ValueError, TypeError, IndexError):
-            name = f"argument {index.idx}"
+        name = parameters[index.idx] if index.idx < len(parameters) else f"argument {index.idx}"
     elif rest:
         index, *rest = rest
         name = str(index.key)
@@ -298,31 +347,37 @@ def _argument_name(fun: Callable[..., Any], path: Any) -> str:
 def _check_axis(axis: Any, leaf: Any, name: str) -> int | None:
     if axis is None:
         return None
-    ndim = np.ndim(leaf) if not hasattr(leaf, "ndim") else leaf.ndim
-    if not isinstance(axis, int) or isinstance(axis, bool) or not -ndim <= axis < ndim:
+    ndim = leaf.ndim
+    try:
+        index = operator.index(axis)
+    except TypeError:
+        index = ndim
+    if isinstance(axis, bool) or not -ndim <= index < ndim:
         raise SplitError(f"batch_axes gives {name} the axis {axis!r}; it has {ndim} axes.")
-    return axis % ndim
+    return index % ndim
 
 
 def _batch_axes(flow: DynaFlow, args: tuple[Any, ...], kwargs: dict[str, Any], tree: Any) -> list[Any]:
     """The batch axis of every leaf of ``(args, kwargs)``."""
     axes = flow.batch_axes
-    if isinstance(axes, dict) and axes and all(isinstance(name, str) for name in axes):
-        by_position, by_name = _axes_by_name(flow.fun, axes, args, kwargs)
+    if isinstance(axes, dict):
+        by_position, by_name = _axes_by_name(flow, axes, args, kwargs)
     else:
         by_position, by_name = axes, {}
     if isinstance(by_position, list):
         by_position = tuple(by_position)
     if isinstance(by_position, tuple) and len(by_position) != len(args):
         raise SplitError(
-            f"batch_axes has {len(by_position)} entries for {len(args)} positional arguments; "
-            "give one for each (None for those that are not split), or a dict by parameter name."
+            f"batch_axes has {len(by_position)} {'entry' if len(by_position) == 1 else 'entries'}, the call has "
+            f"{len(args)} positional arguments: give an entry for each (None for those that are not split), or a dict "
+            "by parameter name, which also names arguments given by keyword."
         )
     try:
         positional = _prefix(by_position, args)
         named = [axis for name in sorted(kwargs) for axis in _prefix(by_name.get(name), kwargs[name])]
     except ValueError as error:
-        raise SplitError(f"batch_axes does not fit the arguments: {error}") from None
+        text = str(error).replace("tree_map tree", "batch_axes")
+        raise SplitError(f"batch_axes does not fit the arguments: {text}") from None
     return positional + named
 
 
@@ -337,14 +392,11 @@ def _prefix(prefix: Any, full: Any) -> list[Any]:
     return found
 
 
-def _axes_by_name(fun: Any, axes: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    names = [
-        parameter.name
-        for parameter in inspect.signature(fun).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    used = names[: len(args)]
-    if unknown := sorted(set(axes) - set(used) - set(kwargs)):
+def _axes_by_name(
+    flow: DynaFlow, axes: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    used = flow._parameters[: len(args)]
+    if unknown := sorted(set(axes) - set(used) - set(kwargs), key=repr):
         known = ", ".join([*used, *kwargs])
         raise SplitError(f"batch_axes names {unknown[0]!r}, which is not among the arguments: {known}.")
     return tuple(axes.get(name) for name in used) + (None,) * (len(args) - len(used)), axes
@@ -398,7 +450,7 @@ class Resolved:
 
     def __init__(self, flow: DynaFlow, call: _Call):
         self.flow = flow
-        self.batch_size = call.batch_size()
+        self.batch_size = call.batch_size() or None  # an empty batch is not split
         self.layout = dataclasses.replace(call, leaves=[])
         platform, kind = compat.device()
         self._ridge = cost.ridge(platform, kind)
@@ -422,7 +474,11 @@ class Resolved:
         strategy = flow.scheduler
         sizes = (self.batch_size or 1,)
         if self.batch_size is not None:
-            asked = strategy.split(self.info)
+            try:
+                asked = strategy.split(self.info)
+            except Exception as error:
+                error.add_note(f"{strategy!r} was splitting a batch of {self.batch_size} rows.")
+                raise
             sizes = batch_split.check_sizes(asked, self.batch_size, self.layout.shards, repr(strategy))
         split = len(sizes) > 1
         self._unopened = traced
@@ -459,7 +515,12 @@ class Resolved:
         def flat_fun(*leaves: Any) -> list[Any]:
             nonlocal out_tree
             args, kwargs = layout.arguments(leaves)
-            outs, out_tree = jax.tree.flatten(self.flow.fun(*args, **kwargs))
+            result = self.flow.fun(*args, **kwargs)
+            outs, out_tree = jax.tree.flatten(result)
+            for path, out in jax.tree_util.tree_leaves_with_path(result):
+                if not (compat.is_tracer(out) or compat.is_array(out) or isinstance(out, numbers.Number)):
+                    name = f"output{jax.tree_util.keystr(path)}"
+                    raise DynaFlowError(f"{self.flow!r}: {name} of the function is {out!r:.60}, not an array.")
             return outs
 
         with labelling(self.flow.rules):
@@ -542,7 +603,7 @@ class Resolved:
             weights = []
             for rows in arguments:
                 args, kwargs = self.layout.arguments(rows)
-                weights.append(self.flow.weights(*args, **kwargs))
+                weights.append(batch_outputs.checked_weight(self.flow.weights(*args, **kwargs)))
         return batch_outputs.join(self._joins, outs, sizes, shards, weights)
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from dynaflow_jax import compat
 from dynaflow_jax.batch import split
 from dynaflow_jax.batch.state import ONE, Invariant, N, Rows, State, Total, Varies, is_one_scale, scale
 from dynaflow_jax.errors import BatchMixingError, SplitError
@@ -21,11 +25,13 @@ class Join:
       how: ``"rows"``, ``"first"``, ``"mean"``, ``"sum"`` or ``"function"``.
       rows: along which axis, for ``"rows"``.
       function: of the list of parts, for ``"function"``.
+      name: of the output, for messages.
     """
 
     how: str
     rows: Rows | None = None
     function: Callable[..., Any] | None = None
+    name: str = "output"
 
 
 def joins(
@@ -46,6 +52,8 @@ def joins(
     """
     full = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
     asked: list[Any] = []
+    if isinstance(out_axes, list) and isinstance(full, tuple):
+        out_axes = tuple(out_axes)
     is_leaf = lambda entry: entry is None or isinstance(entry, str) or callable(entry)  # noqa: E731
     try:
         jax.tree.map(
@@ -55,28 +63,37 @@ def joins(
             is_leaf=is_leaf,
         )
     except ValueError as error:
-        raise SplitError(f"out_axes does not fit the outputs: {error}") from None
+        text = str(error).replace("tree_map tree", "out_axes")
+        raise SplitError(f"out_axes does not fit the outputs: {text}") from None
     paths = jax.tree_util.tree_flatten_with_path(full)[0]
     found = []
     for i, ((path, _), want) in enumerate(zip(paths, asked, strict=True)):
         name = f"output{jax.tree_util.keystr(path)}"
-        if want is not None and not isinstance(want, int) and want not in ("mean", "sum") and not callable(want):
-            raise SplitError(f"out_axes gives {name} {want!r}; it takes an axis, 'mean', 'sum' or a function.")
+        want = _checked(want, name)
         if states is None:
             found.append(Join("first"))
             continue
         own = list(dict.fromkeys(part[i] for part in states))
-        ndim = len(getattr(outvars[i].aval, "shape", ()))
-        found.append(_join(want, own, name, ndim, weighted))
+        found.append(_join(want, own, name, outvars[i].aval, weighted))
     return found
 
 
-def _join(want: Any, states: list[State], name: str, ndim: int, weighted: bool) -> Join:
+def _checked(want: Any, name: str) -> Any:
+    """What ``out_axes`` says of one output."""
+    if want is None or callable(want) or (isinstance(want, str) and want in ("mean", "sum")):
+        return want
+    try:
+        return operator.index(None if isinstance(want, bool) else want)
+    except TypeError:
+        raise SplitError(f"out_axes gives {name} {want!r}; it takes an axis, 'mean', 'sum' or a function.") from None
+
+
+def _join(want: Any, states: list[State], name: str, aval: Any, weighted: bool) -> Join:
     state = states[0]
     if callable(want):
-        return Join("function", function=want)
+        return Join("function", function=want, name=name)
     if isinstance(state, Rows) and all(isinstance(s, Rows) and s.axis == state.axis for s in states):
-        return _join_rows(want, states, name, ndim)
+        return _join_rows(want, states, name, aval.ndim)
     if isinstance(want, int):
         raise SplitError(f"out_axes={want} for {name}, which {_is(state)}: it has no rows to join there.")
     if isinstance(state, Invariant) and is_one_scale(state):
@@ -86,6 +103,11 @@ def _join(want: Any, states: list[State], name: str, ndim: int, weighted: bool) 
             raise SplitError(
                 f"{name} {_is(state)} and has no batch axis: say with out_axes= what to do with the parts "
                 "('mean', 'sum', or a function of them)."
+            )
+        if want == "mean" and not jnp.issubdtype(aval.dtype, jnp.inexact):
+            raise SplitError(
+                f"out_axes='mean' for {name}, which holds {aval.dtype}: their mean would be rounded. "
+                "Return inexact numbers, or say 'sum' or a function of the parts."
             )
         return Join(want)
     hint = _hint(state, weighted)
@@ -107,7 +129,7 @@ def _join_rows(want: Any, states: Sequence[Any], name: str, ndim: int) -> Join:
             f"out_axes={want!r} for {name}, which has rows of the batch on axis {state.axis}: "
             "they would be added up. Leave it None to join them."
         )
-    if isinstance(want, int) and want % max(ndim, 1) != state.axis:
+    if isinstance(want, int) and want not in (state.axis, state.axis - ndim):
         raise SplitError(f"out_axes={want} for {name}, whose rows are on axis {state.axis}.")
     if scaled := [state for state in states if not is_one_scale(state)]:
         raise BatchMixingError(
@@ -161,8 +183,32 @@ def join(
         elif how.how == "sum":
             found.append(sum(parts[1:], start=parts[0]))
         elif how.how == "function":
-            assert how.function is not None
-            found.append(how.function(parts))
+            found.append(_joined_by_function(how, parts))
         else:
             found.append(parts[0])
     return found
+
+
+def _joined_by_function(how: Join, parts: list[Any]) -> Any:
+    assert how.function is not None
+    try:
+        value = how.function(parts)
+    except Exception as error:
+        error.add_note(f"The function that out_axes gives {how.name} failed; it gets the list of {len(parts)} parts.")
+        raise
+    if not _is_number_or_array(value):
+        raise SplitError(f"The function that out_axes gives {how.name} returned {value!r:.60}, not an array.")
+    return value
+
+
+def checked_weight(weight: Any) -> Any:
+    """What ``weights`` returned for one micro-batch."""
+    if not _is_number_or_array(weight) or jnp.shape(weight) != ():
+        raise SplitError(
+            f"weights must return one number for each micro-batch, such as mask.sum(); not {weight!r:.60}."
+        )
+    return jnp.asarray(weight)
+
+
+def _is_number_or_array(value: Any) -> bool:
+    return compat.is_tracer(value) or compat.is_array(value) or isinstance(value, numbers.Number)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dynaflow_jax import compat
+from dynaflow_jax.annotate import Label
 from dynaflow_jax.batch.nested import OPAQUE
 from dynaflow_jax.batch.rules import RULES, Mixing, changed_axes, shape
 from dynaflow_jax.batch.state import (
@@ -62,7 +63,8 @@ class MixingSite:
     name_stack: tuple[tuple[str, bool], ...]
 
     def __str__(self) -> str:
-        scopes = "/".join(name for name, is_transform in self.name_stack if not is_transform)
+        entries = [name for name, is_transform in self.name_stack if not is_transform]
+        scopes = "/".join(label.name if (label := Label.decode(name)) else name for name in entries)
         inside, source = (f" in {scopes}" if scopes else ""), (f" ({self.source})" if self.source else "")
         return f"{self.primitive}{inside} {self.reason}{source}"
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dynaflow_jax.batch.state import State
+from dynaflow_jax.batch.state import ONE, State, Symbol, Total, symbols
 from dynaflow_jax.errors import SplitError
 from dynaflow_jax.graph import Operator, OpGraph
 
@@ -24,6 +25,17 @@ class Variant:
     graph: OpGraph
     states: Mapping[Any, State]
     index: Any = None
+
+    @functools.cached_property
+    def factors(self) -> frozenset[Symbol]:
+        """The sums over the micro-batch that other values were multiplied with or divided by."""
+        scales = {getattr(state, "scale", ONE) for state in self.states.values()}
+        return frozenset(symbol for scale in scales for symbol in symbols(scale))
+
+    def is_factor(self, state: State) -> bool:
+        """Whether a value may be one of ``factors``, under whatever name it has inside a loop or outside."""
+        own = set(symbols(state.factor or ONE)) if isinstance(state, Total) else ()
+        return any(used is symbol or used.region is not symbol.region for symbol in own for used in self.factors)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

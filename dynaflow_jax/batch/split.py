@@ -20,12 +20,15 @@ from dynaflow_jax.errors import SplitError
 
 def check_sizes(sizes: Any, batch_size: int, shards: int, strategy: str) -> tuple[int, ...]:
     """The sizes of the micro-batches that a strategy asks for, checked."""
+    asked = sizes
     try:
         sizes = tuple(int(size) if int(size) == size else None for size in sizes)
-    except TypeError:
+    except (TypeError, ValueError, OverflowError):
         sizes = (None,)
     if not sizes or any(size is None or size < 1 for size in sizes):
-        raise SplitError(f"{strategy}.split must return positive sizes of micro-batches, such as [4, 4].")
+        raise SplitError(
+            f"{strategy}.split must return positive sizes of micro-batches, such as [4, 4]; not {asked!r:.60}."
+        )
     if sum(sizes) != batch_size:
         raise SplitError(
             f"{strategy}.split returned {list(sizes)}, which adds up to {sum(sizes)}; the batch has {batch_size} rows."
@@ -87,7 +90,7 @@ def merge_problem(state: State, aval: Any) -> str | None:
     scale = getattr(state, "scale", ONE)
     if not is_zero(state) and any(symbol != N for symbol, _ in scale):
         return f"is {state}, a scale that each micro-batch has its own"
-    if (isinstance(state, Total) or scale) and not jnp.issubdtype(aval.dtype, jnp.inexact):
+    if scale and not is_zero(state) and not jnp.issubdtype(aval.dtype, jnp.inexact):
         return f"is {state}, of whole numbers"
     return None
 
@@ -118,9 +121,13 @@ def unmerge(value: Any, state: State, sizes: Sequence[int]) -> list[Any]:
     parts = []
     for offset, size in zip(offsets(sizes), sizes, strict=True):
         part = take(value, state, joined, offset, size) if isinstance(state, Rows) else value
-        # Of a sum each micro-batch gets its share by rows: any shares will do that add up, and these make the
-        # mean of the micro-batches' means the mean.
-        parts.append(_scale(part, size / joined, degree + isinstance(state, Total)))
+        if not isinstance(state, Total):
+            part = _scale(part, size / joined, degree)
+        elif degree:  # each gets its share by rows, which makes the mean of the micro-batches' means the mean
+            part = _scale(part, size / joined, degree + 1)
+        elif offset:  # any shares will do that add up, and all and nothing add up exactly
+            part = jnp.zeros_like(value)
+        parts.append(part)
     return parts
 
 
@@ -136,13 +143,16 @@ def _scale(value: Any, ratio: float, degree: int) -> Any:
 
 
 def mean(parts: Sequence[Any], weights: Sequence[Any]) -> Any:
-    """The mean of the parts, weighted; numbers that are not inexact keep their type."""
+    """The mean of the parts, weighted.
+
+    A part of weight zero counts for nothing, even if it is the ``0 / 0`` of a micro-batch whose rows are all masked.
+    """
+    dtype = jnp.promote_types(parts[0].dtype, jnp.float32)
     total = sum(weights[1:], start=weights[0])
-    return sum(
-        (part * jnp.asarray(weight / total, _inexact(part)) for part, weight in zip(parts, weights, strict=True)),
-        start=jnp.zeros((), _inexact(parts[0])),
-    ).astype(parts[0].dtype)
-
-
-def _inexact(value: Any) -> Any:
-    return value.dtype if jnp.issubdtype(value.dtype, jnp.inexact) else jnp.float32
+    shares = [part * jnp.asarray(weight / total, dtype) for part, weight in zip(parts, weights, strict=True)]
+    if not isinstance(total, int):
+        shares = [jnp.where(weight == 0, 0, share) for weight, share in zip(weights, shares, strict=True)]
+    found = sum(shares[1:], start=shares[0])
+    if not isinstance(total, int):
+        found = jnp.where(total == 0, parts[0], found)
+    return found.astype(parts[0].dtype)
