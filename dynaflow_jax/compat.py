@@ -301,3 +301,64 @@ def device() -> tuple[str, str]:
     chosen = jax.config.values["jax_default_device"]
     found = chosen if hasattr(chosen, "device_kind") else jax.devices()[0]
     return found.platform, found.device_kind
+
+
+# -- private clients ----------------------------------------------------------------------------------------------
+#
+# A second PJRT client of the process has no public interface in any supported version; these are the calls that
+# work in all of them.
+
+
+def make_client(platform: str, memory_fraction: float) -> Any:
+    """A new client, apart from JAX's own."""
+    from jaxlib import xla_client
+
+    if platform == "cpu":
+        return xla_client.make_cpu_client()
+    options = {
+        "platform_name": "cuda",
+        "allocator": "bfc",
+        "memory_fraction": memory_fraction,
+        "preallocate": False,
+    }
+    return xla_client.make_c_api_client("cuda", options, None)
+
+
+def device_of_client(client: Any, device_id: int) -> Any:
+    """A client's device by id (an option that hides the others has no effect on a second client)."""
+    return next(device for device in client.devices() if device.id == device_id)
+
+
+def module_bytecode(lowered: Any) -> bytes:
+    """The StableHLO module of ``jax.jit(...).lower(...)`` as bytes."""
+    from jax._src.interpreters import mlir
+
+    return mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+
+
+def compile_for(client: Any, device: Any, bytecode: bytes) -> Any:
+    """A loaded executable for one device, whose kernels are launched one by one: no graphs inside graphs."""
+    from jax._src import compiler
+    from jax._src.lib import _jax
+
+    overrides = {} if client.platform == "cpu" else {"xla_gpu_enable_command_buffer": ""}
+    options = compiler.get_compile_options(
+        num_replicas=1,
+        num_partitions=1,
+        device_assignment=np.array([[device.id]]),
+        env_options_overrides=overrides,
+    )
+    return client.compile_and_load(bytecode, _jax.DeviceList((device,)), options)
+
+
+def execute_single(executable: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Runs an executable for one device; returns its outputs as arrays of its client."""
+    results = executable.execute_sharded(list(inputs))
+    return [shards[0] for shards in results.disassemble_into_single_device_arrays()]
+
+
+def buffer_from_dlpack(capsule: Any, device: Any) -> Any:
+    """Memory as an array of a private client, without a copy."""
+    from jax._src.lib import _jax
+
+    return _jax.dlpack_managed_tensor_to_buffer(capsule, device, None)

@@ -1,0 +1,1 @@
+"""What runs dispatched plans: the extension, private clients, captures, and the program that the executor runs."""

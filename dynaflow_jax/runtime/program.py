@@ -1,0 +1,118 @@
+"""The program that the executor runs, and its bytes; `xla_ffi/README.md` has the format."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Iterable, Sequence
+
+MEMORY, INPUT, OUTPUT = range(3)
+LAUNCH, COPY, RECORD, WAIT = range(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Bytes that a command reads or writes.
+
+    Attributes:
+      space: ``MEMORY`` (absolute addresses), ``INPUT`` or ``OUTPUT`` (counted from the buffer of a call).
+      index: which input or output.
+      offset: the first byte.
+      size: how many.
+    """
+
+    space: int
+    index: int
+    offset: int
+    size: int
+
+    def encode(self) -> bytes:
+        """The range's bytes."""
+        return struct.pack("<BIQQ", self.space, self.index, self.offset, self.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One command on a stream; ``target`` is a partition, an event or a device, by kind."""
+
+    kind: int
+    stream: int
+    operator: str
+    target: int = 0
+    reads: tuple[Range, ...] = ()
+    writes: tuple[Range, ...] = ()
+
+    def encode(self) -> bytes:
+        """The command's bytes."""
+        head = struct.pack("<BI", self.kind, self.stream) + _string(self.operator) + struct.pack("<I", self.target)
+        return head + _list(r.encode() for r in self.reads) + _list(r.encode() for r in self.writes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """A stream of the first device; ``sm_budget`` 0 stands for all multiprocessors."""
+
+    priority: int = 0
+    sm_budget: int = 0
+
+    def encode(self) -> bytes:
+        """The stream's bytes: lower runs first there."""
+        return struct.pack("<IiI", 0, -self.priority, self.sm_budget)
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """An input of the custom call; a pinned one is read in place, at its address."""
+
+    size: int
+    address: int | None = None
+
+    def encode(self) -> bytes:
+        """The input's bytes."""
+        return struct.pack("<BQQ", self.address is not None, self.address or 0, self.size)
+
+
+def encode(
+    version: int,
+    name: str,
+    streams: Sequence[Stream],
+    partitions: Sequence[int],
+    inputs: Sequence[Input],
+    outputs: Sequence[int],
+    commands: Sequence[Command],
+) -> bytes:
+    """The bytes of a program for one device.
+
+    Args:
+      version: of the format.
+      name: for messages.
+      streams: its streams.
+      partitions: ids of the captures that it launches.
+      inputs: of the custom call.
+      outputs: sizes of the custom call's results.
+      commands: in an order that respects every dependency; orders between streams may be missing.
+    """
+    events = 1 + max((c.target for c in commands if c.kind in (RECORD, WAIT)), default=-1)
+    return b"".join(
+        (
+            b"DYNAFLOW",
+            struct.pack("<I", version),
+            _string(name),
+            struct.pack("<II", 1, events),
+            _list(stream.encode() for stream in streams),
+            _list(struct.pack("<q", partition) for partition in partitions),
+            _list(given.encode() for given in inputs),
+            _list(struct.pack("<iQ", -1, size) for size in outputs),
+            _list(command.encode() for command in commands),
+        )
+    )
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<I", len(data)) + data
+
+
+def _list(entries: Iterable[bytes]) -> bytes:
+    entries = list(entries)
+    return struct.pack("<I", len(entries)) + b"".join(entries)

@@ -1,0 +1,25 @@
+"""What every test shares: where JAX runs, and how long hypothesis may look."""
+
+import os
+
+# Before jax is imported. Tests of a GPU set JAX_PLATFORMS themselves.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+try:
+    from hypothesis import HealthCheck, Phase, settings
+except ImportError:  # the property tests are skipped
+    pass
+else:
+    _common = {
+        "deadline": None,
+        "print_blob": True,
+        "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+    }
+    # Properties say how many cases they want in the profile "ci" and multiply it by this; see test_properties.cases.
+    settings.register_profile("ci", max_examples=100, **_common)
+    settings.register_profile("long", max_examples=2_000, **_common)
+    settings.register_profile("hunt", max_examples=100, phases=[Phase.generate], **_common)
+    settings.register_profile("quick", max_examples=20, phases=[Phase.generate], **_common)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
