@@ -362,3 +362,23 @@ def buffer_from_dlpack(capsule: Any, device: Any) -> Any:
     from jax._src.lib import _jax
 
     return _jax.dlpack_managed_tensor_to_buffer(capsule, device, None)
+
+
+def has_host_callback(module: bytes) -> bool:
+    """Whether a StableHLO module calls back into Python."""
+    return b"xla_python_" in module or b"xla_ffi_python_" in module or b"xla_ffi_partitioned_python" in module
+
+
+def wrap_key_data(bits: Any, dtype: Any) -> Any:
+    """Random keys of a type from their bits."""
+    return jax.random.wrap_key_data(bits, impl=dtype._impl.name)
+
+
+def struct_of(aval: Any, shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+    """Shape and type of a result that differs over the same manual mesh axes as ``aval``."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=getattr(aval, "mat", None))
+
+
+def no_mesh() -> contextlib.AbstractContextManager[Any]:
+    """A context without a mesh, inside ``shard_map`` too: for programs that run on one device."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))

@@ -27,3 +27,7 @@ class ScheduleError(DynaFlowError):
 
 class PlanError(DynaFlowError):
     """A plan does not fit the function it is applied to, or its JSON is damaged."""
+
+
+class DispatchWarning(UserWarning):
+    """A plan that was to be dispatched runs as one XLA program instead."""

@@ -8,6 +8,8 @@ import inspect
 import numbers
 import operator
 import threading
+import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -24,12 +26,14 @@ from dynaflow_jax.batch import split as batch_split
 from dynaflow_jax.batch.proof import Analysis, MixingSite, analyse
 from dynaflow_jax.batch.region import Region, Variant
 from dynaflow_jax.batch.state import Rows
-from dynaflow_jax.errors import BatchMixingError, DynaFlowError, SplitError
+from dynaflow_jax.errors import BatchMixingError, DispatchWarning, DynaFlowError, SplitError
 from dynaflow_jax.graph import OpGraph, cut
 from dynaflow_jax.inline import Flat, inline, with_twins
-from dynaflow_jax.lowering import xla
+from dynaflow_jax.lowering import dispatch, xla
 from dynaflow_jax.plan import Plan, Replay, make_plan
 from dynaflow_jax.program import Program, trace
+from dynaflow_jax.runtime import extension
+from dynaflow_jax.runtime.binding import Binder
 from dynaflow_jax.schedule import InputInfo, OpScheduler, run_strategy
 
 _CACHE_SIZE = 64  # resolved functions kept per dynaflow call, least recently used first out
@@ -81,7 +85,9 @@ def dynaflow(
       batch_shards: over how many devices the batch is sharded, so that it is split within every shard. Found by
         itself where JAX tells: from arrays and types with a sharding, and from ``shard_map`` and sharding
         constraints on the arguments; not for arguments of a ``jit`` that leaves sharding to the compiler.
-      backend: ``"xla"``, ``"dispatch"`` or ``"auto"``.
+      backend: ``"xla"`` keeps order inside the program that XLA compiles; ``"dispatch"`` launches compiled operators on
+        streams of their own, from one custom call (CUDA, and CPU threads as its twin); ``"auto"`` dispatches on CUDA
+        where the plan has several streams. What cannot be dispatched is lowered to XLA, with a warning.
       unroll: how many iterations of a loop a strategy sees at once.
       context: anything hashable that the strategy should know: a phase, a load, a kind of hardware.
 
@@ -100,8 +106,6 @@ def dynaflow(
         raise DynaFlowError(f"rng must be 'exact' or 'per_micro_batch', not {rng!r}.")
     if backend not in ("auto", "xla", "dispatch"):
         raise DynaFlowError(f"backend must be 'auto', 'xla' or 'dispatch', not {backend!r}.")
-    if backend == "dispatch":
-        raise DynaFlowError("backend='dispatch' is not in this version; use 'auto' or 'xla'.")
     for name, number in (("batch_shards", 1 if batch_shards is None else batch_shards), ("unroll", unroll)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise DynaFlowError(f"{name} is a positive whole number, not {number!r}.")
@@ -124,6 +128,7 @@ def dynaflow(
         rng,
         allowed,
         batch_shards,
+        backend,
         unroll,
         context,
     )
@@ -143,6 +148,7 @@ class DynaFlow:
         rng: str,
         allowed: tuple[str, ...],
         batch_shards: int | None,
+        backend: str,
         unroll: int,
         context: Any,
     ):
@@ -157,6 +163,7 @@ class DynaFlow:
         self.batch_shards = batch_shards
         self.unroll = unroll
         self.context = context
+        self.backend = backend
         self._cache: OrderedDict[Any, Resolved] = OrderedDict()
         self._lock = threading.Lock()
         self._parameters = _parameters(fun)
@@ -194,6 +201,10 @@ class DynaFlow:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         # So that a method of a class can be scheduled like a function.
         return self if instance is None else _Bound(self, instance)
+
+    def own(self, binder: Binder) -> None:
+        """Keeps a dispatched plan for as long as this function lives: programs compiled from it name it."""
+        weakref.finalize(self, binder.close)
 
     def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Resolved, _Call]:
         call = _Call.of(self, args, kwargs)
@@ -502,6 +513,7 @@ class Resolved:
             flow.weights is not None,
         )
         self._run = jax.jit(self._evaluate, inline=True)
+        self._binder = self._dispatcher(platform)
 
     @functools.cached_property
     def graph(self) -> OpGraph:
@@ -570,11 +582,58 @@ class Resolved:
         names = set(_names(site))
         return any(entry == "*" or entry in names for entry in self.flow.allowed)
 
+    def _dispatcher(self, platform: str) -> Binder | None:
+        """What runs the plan on streams of its own, if it can be and is wanted."""
+        wanted = self.flow.backend
+        overlaps = platform == "gpu" and len(self.plan.streams) > 1
+        if wanted == "xla" or (wanted == "auto" and not overlaps):
+            return None
+        problem = extension.unavailable_because(platform)
+        if problem and wanted == "dispatch":
+            raise DynaFlowError(f"backend='dispatch': {problem}.")
+        if problem:
+            return None
+        extension.register()
+        flow, layout = self.flow, self.layout
+        count = len(self.constants)
+
+        def weights(values: Sequence[Any]) -> Any:
+            args, kwargs = layout.arguments(values[count:])
+            assert flow.weights is not None
+            return flow.weights(*args, **kwargs)
+
+        inputs = dispatch.Inputs(
+            [var.aval for var in self._traced.flat.program.invars],
+            [*(None for _ in self.constants), *layout.axes],
+            layout.shards,
+            None if flow.weights is None else weights,
+        )
+        outputs = [atom.aval for atom in self._traced.flat.program.outvars]
+        name = getattr(flow.fun, "__name__", "function")
+        where = "cpu" if platform == "cpu" else "cuda"
+        try:
+            with compat.no_mesh():
+                work = dispatch.build(name, where, self.region, self.plan.steps, inputs, self._joins, outputs)
+            binder = Binder(work, where)
+            binder.rehearse()
+        except Exception as error:  # whatever it is, there is another way
+            warnings.warn(f"{flow!r} is not dispatched but lowered to XLA: {error}", DispatchWarning, stacklevel=5)
+            return None
+        flow.own(binder)
+        return binder
+
+    def _dispatch(self, constants: list[Any], leaves: list[Any]) -> list[Any]:
+        assert self._binder is not None
+        outputs = [atom.aval for atom in self._traced.flat.program.outvars]
+        return dispatch.call(self._binder, outputs, [*constants, *leaves])
+
     def call(self, leaves: Sequence[Any]) -> Any:
         """Evaluates the plan on arrays of the shapes it was made for."""
         run = self._run
         if self.region.graph.opened:
             run = _with_derivative_of(self._run, self._unscheduled)
+        if self._binder is not None:
+            run = _instead_of(run, self._dispatch)
         outs = run(list(self.constants), list(leaves))
         return jax.tree.unflatten(self._traced.out_tree, outs)
 
@@ -629,6 +688,19 @@ def _names(site: MixingSite) -> list[str]:
             path.append(name)
     paths = ["/".join(path[i:j]) for j in range(len(path), 0, -1) for i in range(j)]
     return [*labels[::-1], *paths, site.primitive]
+
+
+def _instead_of(run: Callable[..., Any], dispatched: Callable[..., Any]) -> Callable[..., Any]:
+    """``dispatched`` where it is only called; ``run`` where it is differentiated or mapped over."""
+    called = jax.custom_batching.custom_vmap(dispatched)
+
+    @called.def_vmap
+    def batched(axis_size, in_batched, *args):  # pyright: ignore[reportUnusedFunction]
+        axes = jax.tree.map(lambda mapped: 0 if mapped else None, list(in_batched))
+        outs = jax.vmap(run, in_axes=axes, axis_size=axis_size)(*args)
+        return outs, jax.tree.map(lambda _: True, outs)
+
+    return _with_derivative_of(jax.jit(called, inline=True), run)
 
 
 def _with_derivative_of(run: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
