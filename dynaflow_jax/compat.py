@@ -339,7 +339,7 @@ def module_bytecode(lowered: Any) -> bytes:
 def compile_for(client: Any, device: Any, bytecode: bytes) -> Any:
     """A loaded executable for one device, whose kernels are launched one by one: no graphs inside graphs."""
     from jax._src import compiler
-    from jax._src.lib import _jax
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     overrides = {} if client.platform == "cpu" else {"xla_gpu_enable_command_buffer": ""}
     options = compiler.get_compile_options(
@@ -359,7 +359,7 @@ def execute_single(executable: Any, inputs: Sequence[Any]) -> list[Any]:
 
 def buffer_from_dlpack(capsule: Any, device: Any) -> Any:
     """Memory as an array of a private client, without a copy."""
-    from jax._src.lib import _jax
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     return _jax.dlpack_managed_tensor_to_buffer(capsule, device, None)
 
@@ -382,3 +382,21 @@ def struct_of(aval: Any, shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:
 def no_mesh() -> contextlib.AbstractContextManager[Any]:
     """A context without a mesh, inside ``shard_map`` too: for programs that run on one device."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def device_ordinals() -> list[int]:
+    """The ordinals of the devices that a program traced here may run on: those of the mesh, or the default one."""
+    if jax.sharding.get_abstract_mesh().empty:
+        chosen = jax.config.values["jax_default_device"]
+        return [_ordinal(chosen if hasattr(chosen, "device_kind") else jax.local_devices()[0])]
+    return [_ordinal(device) for device in jax.local_devices()]
+
+
+def local_device(ordinal: int) -> Any:
+    """A device of this process by ordinal."""
+    return next(device for device in jax.local_devices() if _ordinal(device) == ordinal)
+
+
+def _ordinal(device: Any) -> int:
+    number = getattr(device, "local_hardware_id", None)
+    return device.id if number is None else number

@@ -614,7 +614,7 @@ class Resolved:
         try:
             with compat.no_mesh():
                 work = dispatch.build(name, where, self.region, self.plan.steps, inputs, self._joins, outputs)
-            binder = Binder(work, where)
+            binder = Binder(work, where, compat.device_ordinals())
             binder.rehearse()
         except Exception as error:  # whatever it is, there is another way
             warnings.warn(f"{flow!r} is not dispatched but lowered to XLA: {error}", DispatchWarning, stacklevel=5)

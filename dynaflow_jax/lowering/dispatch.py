@@ -19,7 +19,7 @@ from dynaflow_jax.batch.split import offsets, take
 from dynaflow_jax.batch.state import Rows
 from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.lowering import xla
-from dynaflow_jax.lowering.steps import Slot, call_of
+from dynaflow_jax.lowering.steps import Slot, Values, call_of
 from dynaflow_jax.runtime.binding import Binder
 from dynaflow_jax.runtime.work import ALIGNMENT, Partition, Value, Work
 from dynaflow_jax.schedule import Step
@@ -191,8 +191,8 @@ def _add_steps(builder: Builder, region: Region, steps: Sequence[Step], env: dic
     """One partition for every step; ``env`` holds the values of variables and is added to."""
     indices: list[int] = []
 
-    def run_region(*args: Any) -> Any:
-        return xla.run(*args, shards)
+    def run_region(region: Region, steps: Sequence[Step], inputs: Values) -> Values:
+        return xla.run(region, steps, inputs, shards)
 
     for step in steps:
         call = call_of(region, step, run_region, shards)

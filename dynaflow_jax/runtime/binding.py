@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
+from dynaflow_jax import compat
 from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.runtime import extension, private
 from dynaflow_jax.runtime import program as wire
@@ -23,12 +26,19 @@ _capturing = threading.RLock()
 class Binder:
     """Binds one plan's work, for every device and set of addresses that it is called with.
 
+    Attributes:
+      work: what to bind.
+      platform: ``"cpu"`` or ``"cuda"``.
+      devices: the ordinals of the devices that may call.
+      plan: the executor's number of the plan.
+
     Inputs that are not split (weights, mostly) are read in place, at their address; a call that brings others is
     bound again. An input whose address keeps changing is copied into the pool from then on.
     """
 
-    def __init__(self, work: Work, platform: str, capacity: int = 4):
+    def __init__(self, work: Work, platform: str, devices: Sequence[int], capacity: int = 4):
         self.work = work
+        self.devices = devices
         self.platform = platform
         self.plan = extension.module.create_plan(self.bind, capacity)
         self._moving = list(work.moving)
@@ -62,17 +72,18 @@ class Binder:
         return self._executables[key]
 
     def rehearse(self) -> None:
-        """Compiles every partition, and captures it on memory of no meaning, to find out whether all can be."""
-        import jax
+        """Compiles every partition, and captures it on memory of no meaning, to find out whether all can be.
 
+        Compiling has to happen here: in a call, XLA holds a lock on the device that compiling for it wants too.
+        """
         with _capturing:
             if self.platform == "cpu":
                 client = private.client("cpu", 0, "")
                 for index in range(len(self.work.partitions)):
                     self.executable(client, index, 0)
-            else:
-                binding = _CudaBinding(self, jax.local_devices()[0].local_hardware_id or 0, None)
-                for number in binding.capture():
+                return
+            for device in self.devices:
+                for number in _CudaBinding(self, device, None).capture():
                     extension.module.free_capture(number)
 
 
@@ -184,7 +195,7 @@ class _HostBinding(_Binding):
 
     def add(self) -> None:
         work = self.work
-        client = private.client("cpu", self.device, "")
+        client = private.client("cpu", 0, "")
         last = work.last_readers()
         free: dict[int, list[int]] = {}  # addresses whose values nobody reads any more, by size
         functions: list[Callable[[], None]] = []
@@ -204,7 +215,7 @@ class _HostBinding(_Binding):
 
     def function(self, client: private.Client, index: int, partition: Partition) -> Callable[[], None]:
         """Runs a partition on its values' memory."""
-        executable = self.binder.executable(client, index, self.device)
+        executable = self.binder.executable(client, index, 0)
         values = self.work.values
         reads = [(values[i], self.address[i]) for i in partition.reads]
         targets = [_array_at(values[i], self.address[i]) for i in partition.writes]
@@ -221,17 +232,14 @@ class _CudaBinding(_Binding):
     """CUDA: partitions are graphs of XLA's own kernels, captured from private clients."""
 
     def allocate(self, size: int) -> int:
-        import jax
-        import jax.numpy as jnp
-
-        memory = jax.device_put(jnp.zeros(max(size, 1), jnp.uint8), _main_device(self.device))
-        self.keep.append(memory)
-        return memory.unsafe_buffer_pointer()
+        return self.put(np.zeros(max(size, 1), np.uint8))
 
     def place(self, value: Value) -> int:
-        import jax
+        return self.put(value.constant)
 
-        memory = jax.device_put(value.constant, _main_device(self.device))
+    def put(self, value: np.ndarray) -> int:
+        """A copy in the device's memory; nothing may be compiled here, XLA may be running on this very thread."""
+        memory = jax.device_put(value, compat.local_device(self.device))
         memory.block_until_ready()
         self.keep.append(memory)
         return memory.unsafe_buffer_pointer()
@@ -277,15 +285,7 @@ class _CudaBinding(_Binding):
                 extension.module.free_capture(number)
 
 
-def _main_device(number: int) -> Any:
-    import jax
-
-    return next(device for device in jax.local_devices() if device.local_hardware_id in (number, None))
-
-
 def _array_at(value: Value, address: int) -> np.ndarray:
     """Host memory as an array."""
-    import ctypes
-
     data = (ctypes.c_uint8 * value.size).from_address(address)
-    return np.frombuffer(data, np.uint8).view(value.dtype).reshape(value.shape)
+    return np.ctypeslib.as_array(data).view(value.dtype).reshape(value.shape)

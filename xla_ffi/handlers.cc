@@ -1,0 +1,121 @@
+#include "xla_ffi/handlers.h"
+
+#include <cstdint>
+#include <vector>
+
+#include "xla_ffi/capture.h"
+#include "xla_ffi/cuda_driver.h"
+#include "xla_ffi/registry.h"
+
+namespace dynaflow {
+namespace {
+
+namespace ffi = xla::ffi;
+
+ffi::Error ToFfi(const Status& status) {
+  if (status.ok()) return ffi::Error::Success();
+  ffi::ErrorCode code = ffi::ErrorCode::kInternal;
+  switch (status.code()) {
+    case Code::kInvalidArgument:
+      code = ffi::ErrorCode::kInvalidArgument;
+      break;
+    case Code::kNotFound:
+      code = ffi::ErrorCode::kNotFound;
+      break;
+    case Code::kFailedPrecondition:
+      code = ffi::ErrorCode::kFailedPrecondition;
+      break;
+    case Code::kUnimplemented:
+      code = ffi::ErrorCode::kUnimplemented;
+      break;
+    case Code::kOk:
+    case Code::kInternal:
+      break;
+  }
+  return ffi::Error(code, "dynaflow: " + status.message());
+}
+
+Result<std::vector<void*>> Pointers(const ffi::RemainingArgs& args) {
+  std::vector<void*> pointers;
+  pointers.reserve(args.size());
+  for (size_t i = 0; i < args.size(); ++i) {
+    const auto buffer = args.get<ffi::AnyBuffer>(i);
+    if (buffer.has_error()) return InvalidArgument("input ", i, " is no array");
+    pointers.push_back(buffer->untyped_data());
+  }
+  return pointers;
+}
+
+Result<std::vector<void*>> Pointers(const ffi::RemainingRets& rets) {
+  std::vector<void*> pointers;
+  pointers.reserve(rets.size());
+  for (size_t i = 0; i < rets.size(); ++i) {
+    auto buffer = rets.get<ffi::AnyBuffer>(i);
+    if (buffer.has_error()) return InvalidArgument("output ", i, " is no array");
+    pointers.push_back((*buffer)->untyped_data());
+  }
+  return pointers;
+}
+
+Status Dispatch(int64_t plan_id, int device, void* stream, const ffi::RemainingArgs& args,
+                const ffi::RemainingRets& rets) {
+  DYNAFLOW_ASSIGN(const auto plan, Registry::Global().Find(plan_id));
+  DYNAFLOW_ASSIGN(const auto inputs, Pointers(args));
+  DYNAFLOW_ASSIGN(const auto outputs, Pointers(rets));
+  return plan->Run(device, Call{.stream = stream, .inputs = inputs, .outputs = outputs});
+}
+
+Status DispatchCuda(cuda::Stream stream, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                    int64_t plan) {
+  DYNAFLOW_ASSIGN(const cuda::Driver* driver, cuda::Driver::Get());
+  DYNAFLOW_ASSIGN(const int device, cuda::DeviceOf(*driver, stream));
+  return Dispatch(plan, device, stream, args, rets);
+}
+
+Status CaptureBegin(cuda::Stream stream, const ffi::RemainingArgs& args, int64_t id) {
+  DYNAFLOW_ASSIGN(const cuda::Driver* driver, cuda::Driver::Get());
+  DYNAFLOW_ASSIGN(const auto inputs, Pointers(args));
+  return Captures::Global().Begin(*driver, stream, id, inputs);
+}
+
+Status CaptureEnd(cuda::Stream stream, const ffi::RemainingArgs& args, int64_t id) {
+  DYNAFLOW_ASSIGN(const cuda::Driver* driver, cuda::Driver::Get());
+  DYNAFLOW_ASSIGN(const auto outputs, Pointers(args));
+  return Captures::Global().End(*driver, stream, id, outputs);
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    DynaflowDispatchCuda,
+    [](cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t plan) {
+      return ToFfi(DispatchCuda(stream, args, rets, plan));
+    },
+    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>().RemainingArgs().RemainingRets().Attr<int64_t>(
+        "plan"));
+
+// On the host XLA's thread waits: its buffers live as long as this call.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    DynaflowDispatchHost,
+    [](int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t plan) {
+      return ToFfi(Dispatch(plan, device, /*stream=*/nullptr, args, rets));
+    },
+    ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attr<int64_t>("plan"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    DynaflowCaptureBegin,
+    [](cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets, int64_t id) {
+      return ToFfi(CaptureBegin(stream, args, id));
+    },
+    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>().RemainingArgs().RemainingRets().Attr<int64_t>(
+        "id"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    DynaflowCaptureEnd,
+    [](cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets, int64_t id) {
+      return ToFfi(CaptureEnd(stream, args, id));
+    },
+    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>().RemainingArgs().RemainingRets().Attr<int64_t>(
+        "id"));
+
+}  // namespace dynaflow

@@ -1,0 +1,137 @@
+#include "xla_ffi/host_device.h"
+
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+namespace dynaflow {
+
+// What the workers share during one run.
+struct HostDevice::RunState {
+  RunState(const Program& program, const Call& call)
+      : program(program), call(call), recorded(program.num_events) {}
+
+  void Record(uint32_t event) {
+    {
+      std::lock_guard lock(mutex);
+      recorded[event] = true;
+    }
+    changed.notify_all();
+  }
+
+  // Returns at the record, or as soon as the run has failed.
+  void Wait(uint32_t event) {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return recorded[event] || failed; });
+  }
+
+  void Fail(Status status) {
+    {
+      std::lock_guard lock(mutex);
+      if (failed) return;  // the first error is the cause, later ones may be its consequences
+      error = std::move(status);
+      failed = true;
+    }
+    changed.notify_all();
+  }
+
+  const Program& program;
+  const Call& call;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<bool> recorded;
+  std::atomic<bool> failed = false;
+  Status error;
+};
+
+Result<std::unique_ptr<Device>> HostDevice::Create(const Program& program,
+                                                   std::vector<HostPartition> partitions) {
+  if (partitions.size() != program.partitions.size()) {
+    return InvalidArgument("program '", program.name, "' has ", program.partitions.size(),
+                           " partitions, but ", partitions.size(), " functions were given");
+  }
+  for (size_t i = 0; i < partitions.size(); ++i) {
+    if (!partitions[i])
+      return InvalidArgument("program '", program.name, "': partition ", i, " is no function");
+  }
+  return std::unique_ptr<Device>(new HostDevice(program.streams.size(), std::move(partitions)));
+}
+
+HostDevice::HostDevice(size_t num_streams, std::vector<HostPartition> partitions)
+    : partitions_(std::move(partitions)) {
+  workers_.reserve(num_streams);
+  for (size_t i = 0; i < num_streams; ++i) workers_.emplace_back(&HostDevice::Work, this, i);
+}
+
+HostDevice::~HostDevice() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+Status HostDevice::Run(const Program& program, const Call& call) {
+  RunState run(program, call);
+  std::unique_lock lock(mutex_);
+  run_ = &run;
+  working_ = workers_.size();
+  ++generation_;
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return working_ == 0; });
+  run_ = nullptr;
+  return run.error;
+}
+
+void HostDevice::Work(size_t stream) {
+  uint64_t done = 0;  // the last run this worker took part in
+  for (;;) {
+    RunState* run;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return stopping_ || generation_ != done; });
+      if (stopping_) return;
+      done = generation_;
+      run = run_;
+    }
+    const std::vector<Command>& commands = run->program.commands;
+    for (size_t i = 0; i < commands.size() && !run->failed; ++i) {
+      if (commands[i].stream != stream) continue;
+      if (Status s = Execute(commands[i], *run); !s.ok())
+        run->Fail(s.Within([&] { return Describe(run->program, i); }));
+    }
+    {
+      std::lock_guard lock(mutex_);
+      --working_;
+    }
+    changed_.notify_all();
+  }
+}
+
+Status HostDevice::Execute(const Command& c, RunState& run) {
+  switch (c.kind) {
+    case CommandKind::kLaunch:
+      try {
+        return partitions_[c.target]();
+      } catch (const std::exception& e) {
+        return Internal(e.what());
+      } catch (...) {
+        return Internal("threw something that is no std::exception");
+      }
+    case CommandKind::kCopy:
+      // memmove: a copy onto itself is legal, and costs nothing extra here.
+      std::memmove(Resolve(c.writes[0], run.call), Resolve(c.reads[0], run.call), c.reads[0].bytes);
+      return {};
+    case CommandKind::kRecord:
+      run.Record(c.target);
+      return {};
+    case CommandKind::kWait:
+      run.Wait(c.target);
+      return {};
+  }
+  return Internal("unknown command");
+}
+
+}  // namespace dynaflow

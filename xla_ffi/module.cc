@@ -1,0 +1,262 @@
+// The extension module dynaflow_jax._dispatch.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "xla_ffi/capture.h"
+#include "xla_ffi/cuda_device.h"
+#include "xla_ffi/cuda_driver.h"
+#include "xla_ffi/cuda_graph.h"
+#include "xla_ffi/handlers.h"
+#include "xla_ffi/host_device.h"
+#include "xla_ffi/order.h"
+#include "xla_ffi/program.h"
+#include "xla_ffi/registry.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace dynaflow {
+namespace {
+
+struct DispatchError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+void Raise(const Status& status) {
+  if (!status.ok()) throw DispatchError(status.message());
+}
+
+template <typename T>
+T ValueOrRaise(Result<T> result) {
+  Raise(result.status());
+  return std::move(*result);
+}
+
+// A Python object that threads without the GIL may hold and drop.
+std::shared_ptr<nb::object> Hold(nb::object object) {
+  return std::shared_ptr<nb::object>(new nb::object(std::move(object)), [](nb::object* held) {
+    if (!nb::is_alive()) return;  // the interpreter is gone, and the object with it
+    nb::gil_scoped_acquire gil;
+    delete held;
+  });
+}
+
+// Calls Python from a thread that does not hold the GIL.
+template <typename... Args>
+Status CallPython(const std::shared_ptr<nb::object>& function, const Args&... args) {
+  if (!nb::is_alive()) return FailedPrecondition("the Python interpreter has finished");
+  nb::gil_scoped_acquire gil;
+  try {
+    (*function)(args...);
+    return {};
+  } catch (nb::python_error& error) {
+    const nb::object type = nb::borrow(error.type());
+    return Internal(nb::cast<std::string>(type.attr("__name__")), ": ",
+                    nb::cast<std::string>(nb::str(error.value())));
+  }
+}
+
+std::vector<void*> Pointers(const std::vector<uint64_t>& addresses) {
+  std::vector<void*> pointers;
+  for (uint64_t a : addresses) pointers.push_back(reinterpret_cast<void*>(a));
+  return pointers;
+}
+std::vector<uint64_t> Addresses(std::span<void* const> pointers) {
+  std::vector<uint64_t> addresses;
+  for (void* p : pointers) addresses.push_back(reinterpret_cast<uint64_t>(p));
+  return addresses;
+}
+
+std::string_view View(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
+Program DecodeChecked(const nb::bytes& blob, bool order_overlaps) {
+  Program program = ValueOrRaise(Decode(View(blob)));
+  if (order_overlaps) ValueOrRaise(OrderOverlaps(program));
+  Raise(CheckOverlap(program));
+  return program;
+}
+
+int64_t CreatePlan(nb::object on_miss, size_t capacity) {
+  Plan::OnMiss callback;
+  if (!on_miss.is_none()) {
+    callback = [held = Hold(std::move(on_miss))](int device, const Call& call) {
+      return CallPython(held, device, Addresses(call.inputs), Addresses(call.outputs));
+    };
+  }
+  return Registry::Global().Add(std::make_shared<Plan>(std::move(callback), capacity));
+}
+
+void AddHostProgram(int64_t plan_id, int device, const nb::bytes& blob, const nb::list& functions,
+                    bool order_overlaps, nb::object keep_alive) {
+  const auto plan = ValueOrRaise(Registry::Global().Find(plan_id));
+  Program program = DecodeChecked(blob, order_overlaps);
+  std::vector<HostPartition> partitions;
+  for (nb::handle f : functions) {
+    partitions.push_back([held = Hold(nb::borrow(f))] { return CallPython(held); });
+  }
+  auto on = ValueOrRaise(HostDevice::Create(program, std::move(partitions)));
+  auto executor = std::make_shared<Executor>(std::move(program), std::move(on), Hold(std::move(keep_alive)));
+  nb::gil_scoped_release nogil;  // an evicted program's threads may be about to take it
+  plan->Add(device, std::move(executor));
+}
+
+void AddCudaProgram(int64_t plan_id, const std::vector<int>& devices, const nb::bytes& blob,
+                    bool order_overlaps, bool one_graph, bool blocking, nb::object keep_alive) {
+  const auto plan = ValueOrRaise(Registry::Global().Find(plan_id));
+  const cuda::Driver* driver = ValueOrRaise(cuda::Driver::Get());
+  Program program = DecodeChecked(blob, order_overlaps);
+  std::vector<std::shared_ptr<const Capture>> captures;
+  for (int64_t id : program.partitions) captures.push_back(ValueOrRaise(Captures::Global().Find(id)));
+  auto held = Hold(std::move(keep_alive));
+
+  nb::gil_scoped_release nogil;
+  auto on = ValueOrRaise(CudaDevice::Create(*driver, devices, program, std::move(captures),
+                                            {.one_graph = one_graph, .blocking = blocking}));
+  plan->Add(devices[0], std::make_shared<Executor>(std::move(program), std::move(on), std::move(held)));
+}
+
+void RunHost(int64_t plan_id, int device, const std::vector<uint64_t>& inputs,
+             const std::vector<uint64_t>& outputs) {
+  const auto in = Pointers(inputs), out = Pointers(outputs);
+  const auto plan = ValueOrRaise(Registry::Global().Find(plan_id));
+  nb::gil_scoped_release nogil;
+  Raise(plan->Run(device, Call{.inputs = in, .outputs = out}));
+}
+
+nb::dict PlanStats(int64_t plan_id) {
+  const auto plan = ValueOrRaise(Registry::Global().Find(plan_id));
+  std::vector<std::pair<int, std::string>> modes;
+  Plan::Stats stats;
+  {
+    nb::gil_scoped_release nogil;  // Mode waits for a run that may want the GIL
+    stats = plan->stats();
+    for (const auto& [device, executor] : plan->programs()) modes.emplace_back(device, executor->Mode());
+  }
+  nb::list shown;
+  for (const auto& [device, mode] : modes) shown.append(nb::make_tuple(device, mode));
+  nb::dict dict;
+  dict["programs"] = shown;
+  dict["runs"] = stats.runs;
+  dict["misses"] = stats.misses;
+  dict["evictions"] = stats.evictions;
+  return dict;
+}
+
+nb::dict CaptureInfo(int64_t id) {
+  const auto capture = ValueOrRaise(Captures::Global().Find(id));
+  const cuda::Driver* driver = ValueOrRaise(cuda::Driver::Get());
+  nb::list nodes;
+  for (const cuda::NodeInfo& n : ValueOrRaise(cuda::ListNodes(*driver, capture->graph.get()))) {
+    nb::dict node;
+    node["type"] = n.type;
+    if (std::string_view(n.type) == "kernel") {
+      node["kernel"] = n.kernel;
+      node["grid"] = nb::make_tuple(n.grid[0], n.grid[1], n.grid[2]);
+      node["block"] = nb::make_tuple(n.block[0], n.block[1], n.block[2]);
+      node["shared_bytes"] = n.shared_bytes;
+    }
+    nodes.append(node);
+  }
+  nb::dict info;
+  info["inputs"] = capture->inputs;
+  info["outputs"] = capture->outputs;
+  info["nodes"] = nodes;
+  return info;
+}
+
+// Memory that `owner` owns, in the form that frameworks exchange.
+nb::ndarray<> DlpackCapsule(uint64_t address, const std::vector<size_t>& shape, uint8_t dtype_code,
+                            uint8_t dtype_bits, int device_type, int device_id, nb::handle owner) {
+  const nb::dlpack::dtype dtype{dtype_code, dtype_bits, 1};
+  return nb::ndarray<>(reinterpret_cast<void*>(address), shape.size(), shape.data(), owner,
+                       /*strides=*/nullptr, dtype, device_type, device_id);
+}
+
+nb::list Handlers() {
+  nb::list handlers;
+  auto add = [&](const char* name, const char* platform, auto* handler) {
+    nb::capsule capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
+    handlers.append(nb::make_tuple(name, platform, capsule));
+  };
+  add("dynaflow_dispatch", "CUDA", DynaflowDispatchCuda);
+  add("dynaflow_dispatch", "cpu", DynaflowDispatchHost);
+  add("dynaflow_capture_begin", "CUDA", DynaflowCaptureBegin);
+  add("dynaflow_capture_end", "CUDA", DynaflowCaptureEnd);
+  return handlers;
+}
+
+// Programs hold threads and Python functions, which must go while there is an interpreter.
+void Shutdown() {
+  nb::gil_scoped_release nogil;
+  Registry::Global().Clear();
+  Captures::Global().Clear();
+}
+
+}  // namespace
+
+NB_MODULE(_dispatch, m) {
+  m.doc() = "The executor of dispatched plans; xla_ffi/README.md describes it.";
+  m.attr("PROGRAM_VERSION") = kProgramVersion;
+  nb::exception<DispatchError>(m, "DispatchError", PyExc_RuntimeError);
+
+  m.def("handlers", &Handlers, "The FFI handlers, as (target name, platform, capsule).");
+  m.def(
+      "check_program", [](const nb::bytes& blob, bool order) { DecodeChecked(blob, order); }, "program"_a,
+      "order_overlaps"_a = false, "Raises what is wrong with a program, if anything.");
+  m.def(
+      "order_overlaps",
+      [](const nb::bytes& blob) {
+        const std::string bytes = Encode(DecodeChecked(blob, /*order_overlaps=*/true));
+        return nb::bytes(bytes.data(), bytes.size());
+      },
+      "program"_a, "The program with the events that its overlapping accesses need.");
+
+  m.def("create_plan", &CreatePlan, "on_miss"_a.none() = nb::none(), "capacity"_a = 4,
+        "A new plan without programs. on_miss(device, input_addresses, output_addresses) is called when a "
+        "call fits "
+        "none, and is to add one.");
+  m.def(
+      "free_plan",
+      [](int64_t id) {
+        nb::gil_scoped_release nogil;
+        Raise(Registry::Global().Free(id));
+      },
+      "plan"_a, "Frees a plan; runs under way finish first.");
+  m.def("plan_stats", &PlanStats, "plan"_a);
+  m.def("add_host_program", &AddHostProgram, "plan"_a, "device"_a, "program"_a, "partitions"_a,
+        "order_overlaps"_a = false, "keep_alive"_a.none() = nb::none(),
+        "Adds a program whose partitions are Python functions without arguments.");
+  m.def("add_cuda_program", &AddCudaProgram, "plan"_a, "devices"_a, "program"_a, "order_overlaps"_a = false,
+        "one_graph"_a = true, "blocking"_a = false, "keep_alive"_a.none() = nb::none(),
+        "Adds a program whose partitions are captures, by id.");
+  m.def("run_host", &RunHost, "plan"_a, "device"_a, "inputs"_a, "outputs"_a,
+        "Runs a host plan without XLA, on memory at these addresses.");
+
+  m.def("capture_info", &CaptureInfo, "id"_a, "Addresses and nodes of a finished capture.");
+  m.def(
+      "free_capture", [](int64_t id) { Raise(Captures::Global().Free(id)); }, "id"_a,
+      "Forgets a capture; ends one that is still open.");
+  m.def("dlpack_capsule", &DlpackCapsule, "address"_a, "shape"_a, "dtype_code"_a, "dtype_bits"_a,
+        "device_type"_a, "device_id"_a, "owner"_a.none() = nb::none(),
+        "A DLPack capsule over memory at an address, which keeps the owner alive.");
+
+  m.def(
+      "cuda_unavailable_because", [] { return cuda::Driver::Get().status().message(); },
+      "Why there is no CUDA; empty if there is.");
+  m.def(
+      "cuda_sm_count",
+      [](int device) { return ValueOrRaise(cuda::SmCount(*ValueOrRaise(cuda::Driver::Get()), device)); },
+      "device"_a);
+
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&Shutdown));
+}
+
+}  // namespace dynaflow

@@ -1,0 +1,238 @@
+#include "xla_ffi/order.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <tuple>
+#include <utility>
+
+namespace dynaflow {
+namespace {
+
+// Vector clocks, grown command by command in program order.
+class Clocks {
+ public:
+  Clocks(size_t num_streams, size_t num_events)
+      : now_(num_streams, std::vector<uint32_t>(num_streams)), events_(num_events) {}
+
+  // What is finished before the next command of `stream` starts, that stream's own commands included.
+  const std::vector<uint32_t>& At(uint32_t stream) const { return now_[stream]; }
+
+  void Merge(uint32_t stream, const std::vector<uint32_t>& other) {
+    for (size_t i = 0; i < other.size(); ++i) now_[stream][i] = std::max(now_[stream][i], other[i]);
+  }
+
+  // To be called once per command, in program order. A wait counts as finished when its event is.
+  void Step(const Command& c) {
+    if (c.kind == CommandKind::kWait) Merge(c.stream, events_[c.target]);
+    ++now_[c.stream][c.stream];
+    if (c.kind == CommandKind::kRecord) events_[c.target] = now_[c.stream];
+  }
+
+ private:
+  std::vector<std::vector<uint32_t>> now_;     // per stream
+  std::vector<std::vector<uint32_t>> events_;  // per event, once recorded
+};
+
+// The one name of bytes that have several.
+Range Canonical(const Program& p, Range r) {
+  if (r.space == Space::kOutput && p.outputs[r.index].donor >= 0) {
+    r.space = Space::kInput;
+    r.index = static_cast<uint32_t>(p.outputs[r.index].donor);
+  }
+  if (r.space == Space::kInput && p.inputs[r.index].kind == InputKind::kPinned) {
+    r.offset += p.inputs[r.index].address;
+    r.space = Space::kMemory;
+    r.index = 0;
+  }
+  return r;
+}
+
+struct Access {
+  Range range;
+  size_t command;
+  bool write;
+};
+
+std::vector<Access> SortedAccesses(const Program& p) {
+  std::vector<Access> all;
+  for (size_t i = 0; i < p.commands.size(); ++i) {
+    for (const Range& r : p.commands[i].reads) {
+      if (r.bytes != 0) all.push_back({Canonical(p, r), i, false});
+    }
+    for (const Range& r : p.commands[i].writes) {
+      if (r.bytes != 0) all.push_back({Canonical(p, r), i, true});
+    }
+  }
+  std::sort(all.begin(), all.end(), [](const Access& a, const Access& b) {
+    return std::tie(a.range.space, a.range.index, a.range.offset) <
+           std::tie(b.range.space, b.range.index, b.range.offset);
+  });
+  return all;
+}
+
+std::string Show(const Range& r) {
+  switch (r.space) {
+    case Space::kMemory: {
+      std::ostringstream hex;
+      hex << std::hex << "0x" << r.offset;
+      return StrCat(r.bytes, " bytes at ", hex.str());
+    }
+    case Space::kInput:
+      return StrCat(r.bytes, " bytes of input ", r.index);
+    case Space::kOutput:
+      return StrCat(r.bytes, " bytes of output ", r.index);
+  }
+  return {};
+}
+
+// XLA's callers keep their inputs: only a donated one may be written.
+Status CheckInputsKept(const Program& p) {
+  std::vector<bool> donated(p.inputs.size());
+  for (const Output& out : p.outputs) {
+    if (out.donor >= 0) donated[out.donor] = true;
+  }
+  struct Pinned {
+    uint64_t begin, end;
+    size_t input;
+  };
+  std::vector<Pinned> pinned;
+  for (size_t i = 0; i < p.inputs.size(); ++i) {
+    const Input& in = p.inputs[i];
+    if (in.kind == InputKind::kPinned && !donated[i])
+      pinned.push_back({in.address, in.address + in.bytes, i});
+  }
+  for (size_t i = 0; i < p.commands.size(); ++i) {
+    for (const Range& raw : p.commands[i].writes) {
+      const Range r = Canonical(p, raw);
+      if (r.bytes == 0) continue;
+      if (r.space == Space::kInput && !donated[r.index]) {
+        return InvalidArgument(Describe(p, i), " writes input ", r.index, ", which is not donated");
+      }
+      if (r.space != Space::kMemory) continue;
+      for (const Pinned& in : pinned) {
+        if (r.offset < in.end && in.begin < r.offset + r.bytes) {
+          return InvalidArgument(Describe(p, i), " writes pinned input ", in.input, ", which is not donated");
+        }
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+Order::Order(const Program& p) : num_streams_(p.streams.size()) {
+  Clocks clocks(num_streams_, p.num_events);
+  clocks_.reserve(p.commands.size() * num_streams_);
+  for (const Command& c : p.commands) {
+    stream_.push_back(c.stream);
+    position_.push_back(clocks.At(c.stream)[c.stream]);
+    clocks_.insert(clocks_.end(), clocks.At(c.stream).begin(), clocks.At(c.stream).end());
+    clocks.Step(c);
+  }
+}
+
+std::vector<Conflict> FindConflicts(const Program& p) {
+  // A sweep over addresses: an access meets those that began before it and have not ended. Readers never meet
+  // readers, so weights that everyone reads cost nothing.
+  std::set<std::pair<size_t, size_t>> seen;
+  std::vector<Conflict> conflicts;
+  std::vector<const Access*> readers, writers;
+  const std::vector<Access> accesses = SortedAccesses(p);
+  for (const Access& now : accesses) {
+    auto meet = [&](std::vector<const Access*>& open) {
+      std::erase_if(open, [&](const Access* a) {
+        return a->range.space != now.range.space || a->range.index != now.range.index ||
+               a->range.offset + a->range.bytes <= now.range.offset;
+      });
+      for (const Access* a : open) {
+        if (a->command == now.command) continue;
+        const auto [first, second] = std::minmax(a->command, now.command);
+        if (!seen.emplace(first, second).second) continue;
+        Range common = now.range;
+        common.bytes =
+            std::min(a->range.offset + a->range.bytes, now.range.offset + now.range.bytes) - common.offset;
+        conflicts.push_back({first, second, common});
+      }
+    };
+    meet(writers);
+    if (now.write) meet(readers);
+    (now.write ? writers : readers).push_back(&now);
+  }
+  std::sort(conflicts.begin(), conflicts.end(), [](const Conflict& a, const Conflict& b) {
+    return std::tie(a.second, a.first) < std::tie(b.second, b.first);
+  });
+  return conflicts;
+}
+
+Status CheckOverlap(const Program& p) {
+  DYNAFLOW_RETURN_IF_ERROR(CheckInputsKept(p).Within([&] { return StrCat("program '", p.name, "'"); }));
+  const Order order(p);
+  for (const Conflict& c : FindConflicts(p)) {
+    if (order.Ordered(c.first, c.second)) continue;
+    return InvalidArgument("program '", p.name, "': ", Describe(p, c.first), " on stream ",
+                           p.commands[c.first].stream, " and ", Describe(p, c.second), " on stream ",
+                           p.commands[c.second].stream, " both touch ", Show(c.bytes),
+                           " and nothing orders them");
+  }
+  return {};
+}
+
+Result<size_t> OrderOverlaps(Program& p) {
+  DYNAFLOW_RETURN_IF_ERROR(CheckInputsKept(p).Within([&] { return StrCat("program '", p.name, "'"); }));
+  // Walk in program order with the clocks of what has been ordered so far. A command that meets a command of
+  // another stream which is not yet before it gets a wait; the latest of that stream stands for the earlier
+  // ones.
+  const std::vector<Conflict> conflicts = FindConflicts(p);
+  auto next_conflict = conflicts.begin();
+  const size_t n = p.commands.size();
+  Clocks clocks(p.streams.size(), p.num_events);
+  std::vector<uint32_t> position(n);            // of each command, counted without the commands added here
+  std::vector<std::vector<uint32_t>> after(n);  // the clock just after each command
+  std::map<size_t, uint32_t> event_after;       // command -> the event to record after it
+  std::vector<std::vector<size_t>> waits(n);    // command -> the commands to wait for before it
+  size_t added = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const Command& c = p.commands[i];
+    auto latest_first = std::vector<size_t>();
+    for (; next_conflict != conflicts.end() && next_conflict->second == i; ++next_conflict) {
+      latest_first.push_back(next_conflict->first);
+    }
+    std::reverse(latest_first.begin(), latest_first.end());
+    for (size_t first : latest_first) {
+      const uint32_t stream = p.commands[first].stream;
+      if (clocks.At(c.stream)[stream] > position[first]) continue;
+      clocks.Merge(c.stream, after[first]);
+      waits[i].push_back(first);
+      if (event_after.emplace(first, p.num_events + added).second) ++added;
+    }
+    position[i] = clocks.At(c.stream)[c.stream];
+    clocks.Step(c);
+    after[i] = clocks.At(c.stream);
+  }
+  if (added == 0) return added;
+
+  std::vector<Command> commands;
+  commands.reserve(n + 2 * added);
+  auto add_event = [&](CommandKind kind, const Command& beside, uint32_t event) {
+    Command added_event;
+    added_event.kind = kind;
+    added_event.stream = beside.stream;
+    added_event.name = beside.name;
+    added_event.target = event;
+    commands.push_back(std::move(added_event));
+  };
+  for (size_t i = 0; i < n; ++i) {
+    for (size_t first : waits[i]) add_event(CommandKind::kWait, p.commands[i], event_after.at(first));
+    commands.push_back(std::move(p.commands[i]));
+    if (auto it = event_after.find(i); it != event_after.end()) {
+      add_event(CommandKind::kRecord, commands.back(), it->second);
+    }
+  }
+  p.commands = std::move(commands);
+  p.num_events += static_cast<uint32_t>(added);
+  return added;
+}
+
+}  // namespace dynaflow

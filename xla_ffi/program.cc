@@ -1,0 +1,332 @@
+#include "xla_ffi/program.h"
+
+#include <bit>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+namespace dynaflow {
+namespace {
+
+static_assert(std::endian::native == std::endian::little,
+              "programs are little-endian; a big-endian host must swap");
+
+constexpr std::string_view kMagic = "DYNAFLOW";
+
+// Appends fields in the order in which Reader takes them.
+class Writer {
+ public:
+  template <typename T>
+  void Put(T value) {
+    static_assert(std::is_integral_v<T> || std::is_enum_v<T>);
+    bytes_.append(reinterpret_cast<const char*>(&value), sizeof value);
+  }
+  void PutString(std::string_view s) {
+    Put<uint32_t>(s.size());
+    bytes_.append(s);
+  }
+  template <typename T, typename PutOne>
+  void PutList(const std::vector<T>& list, PutOne put_one) {
+    Put<uint32_t>(list.size());
+    for (const T& item : list) put_one(item);
+  }
+  void PutRange(const Range& r) {
+    Put(r.space);
+    Put(r.index);
+    Put(r.offset);
+    Put(r.bytes);
+  }
+  void PutRaw(std::string_view s) { bytes_.append(s); }
+  std::string Take() && { return std::move(bytes_); }
+
+ private:
+  std::string bytes_;
+};
+
+// Takes fields one by one. The first failure sticks, and every later field reads as zero, so that decoding
+// code needs one check at the end of each list instead of one at each field.
+class Reader {
+ public:
+  explicit Reader(std::string_view bytes) : rest_(bytes), size_(bytes.size()) {}
+
+  template <typename T>
+  T Get(const char* field) {
+    static_assert(std::is_integral_v<T>);
+    T value{};
+    if (std::string_view raw = Take(sizeof value, field); !raw.empty())
+      std::memcpy(&value, raw.data(), sizeof value);
+    return value;
+  }
+
+  // An enum whose values run from 0 to `last`.
+  template <typename E>
+  E GetEnum(const char* field, E last) {
+    const auto value = Get<uint8_t>(field);
+    if (value > static_cast<uint8_t>(last)) {
+      Fail(StrCat(field, " is ", int{value}, ", not one of 0 to ", int{static_cast<uint8_t>(last)}));
+      return E{};
+    }
+    return static_cast<E>(value);
+  }
+
+  std::string GetString(const char* field) {
+    const auto size = Get<uint32_t>(field);
+    return std::string(Take(size, field));
+  }
+
+  // A list whose entries take at least `min_bytes` each, which bounds what a damaged count can make us
+  // allocate.
+  template <typename T, typename GetOne>
+  std::vector<T> GetList(const char* field, size_t min_bytes, GetOne get_one) {
+    std::vector<T> list;
+    const auto count = Get<uint32_t>(field);
+    if (count > rest_.size() / min_bytes) {
+      Fail(StrCat("truncated: ", field, " counts ", count, ", more than the ", rest_.size(),
+                  " bytes left can hold"));
+      return list;
+    }
+    list.reserve(count);
+    for (uint32_t i = 0; i < count && status_.ok(); ++i) list.push_back(get_one());
+    return list;
+  }
+
+  Range GetRange() {
+    Range r;
+    r.space = GetEnum("range space", Space::kOutput);
+    r.index = Get<uint32_t>("range index");
+    r.offset = Get<uint64_t>("range offset");
+    r.bytes = Get<uint64_t>("range size");
+    return r;
+  }
+  std::vector<Range> GetRanges(const char* field) {
+    return GetList<Range>(field, kRangeBytes, [this] { return GetRange(); });
+  }
+
+  std::string_view Take(size_t count, const char* field) {
+    if (!status_.ok()) return {};
+    if (count > rest_.size()) {
+      Fail(StrCat("truncated at byte ", size_ - rest_.size(), " of ", size_, ", in ", field));
+      return {};
+    }
+    std::string_view taken = rest_.substr(0, count);
+    rest_.remove_prefix(count);
+    return taken;
+  }
+
+  void Fail(std::string why) {
+    if (status_.ok()) status_ = Status(Code::kInvalidArgument, std::move(why));
+  }
+  const Status& status() const { return status_; }
+  size_t left() const { return rest_.size(); }
+
+  static constexpr size_t kRangeBytes = 1 + 4 + 8 + 8;
+
+ private:
+  std::string_view rest_;
+  const size_t size_;
+  Status status_;
+};
+
+Command GetCommand(Reader& in) {
+  Command c;
+  c.kind = in.GetEnum("command kind", CommandKind::kWait);
+  c.stream = in.Get<uint32_t>("command stream");
+  c.name = in.GetString("operator name");
+  c.target = in.Get<uint32_t>("command target");
+  c.reads = in.GetRanges("reads");
+  c.writes = in.GetRanges("writes");
+  return c;
+}
+
+constexpr size_t kMinCommandBytes = 1 + 4 + 4 + 4 + 4 + 4;
+
+Result<Program> DecodeUnchecked(std::string_view bytes) {
+  Reader in(bytes);
+  if (const std::string_view magic = in.Take(kMagic.size(), "magic"); in.status().ok() && magic != kMagic) {
+    return InvalidArgument("bad magic: this is no program");
+  }
+  if (const auto version = in.Get<uint32_t>("version"); in.status().ok() && version != kProgramVersion) {
+    return InvalidArgument("version ", version, ", but this library reads version ", kProgramVersion);
+  }
+  Program p;
+  p.name = in.GetString("program name");
+  p.num_devices = in.Get<uint32_t>("device count");
+  p.num_events = in.Get<uint32_t>("event count");
+  p.streams = in.GetList<Stream>("streams", 12, [&] {
+    Stream s;
+    s.device = in.Get<uint32_t>("stream device");
+    s.priority = in.Get<int32_t>("stream priority");
+    s.sm_budget = in.Get<uint32_t>("stream sm_budget");
+    return s;
+  });
+  p.partitions = in.GetList<int64_t>("partitions", 8, [&] { return in.Get<int64_t>("partition id"); });
+  p.inputs = in.GetList<Input>("inputs", 17, [&] {
+    Input i;
+    i.kind = in.GetEnum("input kind", InputKind::kPinned);
+    i.address = in.Get<uint64_t>("input address");
+    i.bytes = in.Get<uint64_t>("input size");
+    return i;
+  });
+  p.outputs = in.GetList<Output>("outputs", 12, [&] {
+    Output o;
+    o.donor = in.Get<int32_t>("output donor");
+    o.bytes = in.Get<uint64_t>("output size");
+    return o;
+  });
+  p.commands = in.GetList<Command>("commands", kMinCommandBytes, [&] { return GetCommand(in); });
+  if (in.status().ok() && in.left() != 0) in.Fail(StrCat(in.left(), " bytes follow the last command"));
+  DYNAFLOW_RETURN_IF_ERROR(in.status());
+  return p;
+}
+
+Status CheckRange(const Program& p, const Range& r) {
+  if (r.bytes > std::numeric_limits<uint64_t>::max() - r.offset) {
+    return InvalidArgument("a range of ", r.bytes, " bytes at ", r.offset, " wraps around");
+  }
+  if (r.space == Space::kMemory) {
+    if (r.index != 0) return InvalidArgument("an absolute range has index ", r.index, ", not 0");
+    if (r.offset == 0 && r.bytes != 0) return InvalidArgument("a range at address 0");
+    return {};
+  }
+  const bool input = r.space == Space::kInput;
+  const char* what = input ? "input" : "output";
+  const size_t count = input ? p.inputs.size() : p.outputs.size();
+  if (r.index >= count) return InvalidArgument(what, " ", r.index, " of ", count);
+  const uint64_t size = input ? p.inputs[r.index].bytes : p.outputs[r.index].bytes;
+  if (r.offset + r.bytes > size) {
+    return InvalidArgument("bytes ", r.offset, " to ", r.offset + r.bytes, " of ", what, " ", r.index,
+                           ", which has ", size);
+  }
+  return {};
+}
+
+Status CheckCommand(const Program& p, const Command& c, std::vector<bool>& recorded) {
+  if (c.stream >= p.streams.size()) return InvalidArgument("stream ", c.stream, " of ", p.streams.size());
+  for (const auto* ranges : {&c.reads, &c.writes}) {
+    for (const Range& r : *ranges) DYNAFLOW_RETURN_IF_ERROR(CheckRange(p, r));
+  }
+  switch (c.kind) {
+    case CommandKind::kLaunch:
+      if (c.target >= p.partitions.size())
+        return InvalidArgument("partition ", c.target, " of ", p.partitions.size());
+      return {};
+    case CommandKind::kCopy:
+      if (c.target >= p.num_devices)
+        return InvalidArgument("copies to device ", c.target, " of ", p.num_devices);
+      if (c.reads.size() != 1 || c.writes.size() != 1) {
+        return InvalidArgument("a copy has one source and one destination, not ", c.reads.size(), " and ",
+                               c.writes.size());
+      }
+      if (c.reads[0].bytes != c.writes[0].bytes) {
+        return InvalidArgument("copies ", c.reads[0].bytes, " bytes into ", c.writes[0].bytes);
+      }
+      return {};
+    case CommandKind::kRecord:
+    case CommandKind::kWait:
+      if (c.target >= p.num_events) return InvalidArgument("event ", c.target, " of ", p.num_events);
+      if (!c.reads.empty() || !c.writes.empty()) return InvalidArgument("an event touches no memory");
+      if (c.kind == CommandKind::kRecord) {
+        if (recorded[c.target]) return InvalidArgument("records event ", c.target, " a second time");
+        recorded[c.target] = true;
+      } else if (!recorded[c.target]) {
+        return InvalidArgument("waits for event ", c.target, ", which no earlier command records");
+      }
+      return {};
+  }
+  return InvalidArgument("command kind ", static_cast<int>(c.kind));
+}
+
+}  // namespace
+
+Result<Program> Decode(std::string_view bytes) {
+  auto program = DecodeUnchecked(bytes);
+  if (!program.ok()) return program.status().Within([] { return std::string("program"); });
+  DYNAFLOW_RETURN_IF_ERROR(Validate(*program));
+  return program;
+}
+
+std::string Encode(const Program& p) {
+  Writer out;
+  out.PutRaw(kMagic);
+  out.Put(kProgramVersion);
+  out.PutString(p.name);
+  out.Put(p.num_devices);
+  out.Put(p.num_events);
+  out.PutList(p.streams, [&](const Stream& s) {
+    out.Put(s.device);
+    out.Put(s.priority);
+    out.Put(s.sm_budget);
+  });
+  out.PutList(p.partitions, [&](int64_t id) { out.Put(id); });
+  out.PutList(p.inputs, [&](const Input& i) {
+    out.Put(i.kind);
+    out.Put(i.address);
+    out.Put(i.bytes);
+  });
+  out.PutList(p.outputs, [&](const Output& o) {
+    out.Put(o.donor);
+    out.Put(o.bytes);
+  });
+  out.PutList(p.commands, [&](const Command& c) {
+    out.Put(c.kind);
+    out.Put(c.stream);
+    out.PutString(c.name);
+    out.Put(c.target);
+    out.PutList(c.reads, [&](const Range& r) { out.PutRange(r); });
+    out.PutList(c.writes, [&](const Range& r) { out.PutRange(r); });
+  });
+  return std::move(out).Take();
+}
+
+Status Validate(const Program& p) {
+  const std::string where = StrCat("program '", p.name, "'");
+  if (p.num_devices == 0) return InvalidArgument(where, " has no device");
+  if (p.streams.size() > kMaxStreams) {
+    return InvalidArgument(where, " has ", p.streams.size(), " streams; at most ", kMaxStreams,
+                           " are allowed");
+  }
+  if (p.num_events > p.commands.size()) {
+    return InvalidArgument(where, " has ", p.num_events, " events but only ", p.commands.size(), " commands");
+  }
+  for (size_t i = 0; i < p.streams.size(); ++i) {
+    if (p.streams[i].device >= p.num_devices) {
+      return InvalidArgument(where, ": stream ", i, " is on device ", p.streams[i].device, " of ",
+                             p.num_devices);
+    }
+  }
+  for (size_t i = 0; i < p.inputs.size(); ++i) {
+    const Input& input = p.inputs[i];
+    if (input.kind == InputKind::kPinned &&
+        input.bytes > std::numeric_limits<uint64_t>::max() - input.address) {
+      return InvalidArgument(where, ": pinned input ", i, " wraps around the address space");
+    }
+  }
+  std::vector<bool> donated(p.inputs.size());
+  for (size_t i = 0; i < p.outputs.size(); ++i) {
+    const Output& out = p.outputs[i];
+    if (out.donor == -1) continue;
+    if (out.donor < 0 || static_cast<size_t>(out.donor) >= p.inputs.size()) {
+      return InvalidArgument(where, ": output ", i, " takes the memory of input ", out.donor, " of ",
+                             p.inputs.size());
+    }
+    const Input& donor = p.inputs[out.donor];
+    if (donor.bytes != out.bytes) {
+      return InvalidArgument(where, ": output ", i, " has ", out.bytes, " bytes, its donor, input ",
+                             out.donor, ", has ", donor.bytes);
+    }
+    if (donated[out.donor]) return InvalidArgument(where, ": input ", out.donor, " is donated twice");
+    donated[out.donor] = true;
+  }
+  std::vector<bool> recorded(p.num_events);
+  for (size_t i = 0; i < p.commands.size(); ++i) {
+    DYNAFLOW_RETURN_IF_ERROR(
+        CheckCommand(p, p.commands[i], recorded).Within([&] { return StrCat(where, ", ", Describe(p, i)); }));
+  }
+  return {};
+}
+
+std::string Describe(const Program& p, size_t command) {
+  return StrCat("operator '", p.commands[command].name, "' (command ", command, ")");
+}
+
+}  // namespace dynaflow

@@ -1,0 +1,103 @@
+// A program: what one call of a plan does, as a flat list of commands on streams.
+//
+// A program is plain data. It is decoded from bytes that the Python side wrote (README.md has the format) and
+// validated once; whoever holds a Program may index with anything in it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "xla_ffi/status.h"
+
+namespace dynaflow {
+
+// Where an address counts from.
+enum class Space : uint8_t {
+  kMemory = 0,  // an absolute address: the private pool, or a pinned input
+  kInput = 1,   // the call's input `index`
+  kOutput = 2,  // the call's output `index`
+};
+
+// Bytes that an operator reads or writes.
+struct Range {
+  Space space = Space::kMemory;
+  uint32_t index = 0;   // of the input or output; 0 in kMemory
+  uint64_t offset = 0;  // from the start of the input or output; the address itself in kMemory
+  uint64_t bytes = 0;
+
+  bool operator==(const Range&) const = default;
+};
+
+// In-order queue of work. Work on different streams is unordered unless events order it.
+struct Stream {
+  uint32_t device = 0;     // index into the program's devices
+  int32_t priority = 0;    // CUDA's: lower runs first
+  uint32_t sm_budget = 0;  // how many SMs the stream may use; 0: all
+
+  bool operator==(const Stream&) const = default;
+};
+
+enum class InputKind : uint8_t {
+  kMoving = 0,  // its address may differ from call to call
+  kPinned = 1,  // partitions read it in place: the program holds for one address only
+};
+
+struct Input {
+  InputKind kind = InputKind::kMoving;
+  uint64_t address = 0;  // of a pinned input
+  uint64_t bytes = 0;
+
+  bool operator==(const Input&) const = default;
+};
+
+struct Output {
+  int32_t donor = -1;  // the input whose memory XLA gives to this output (donation), or -1
+  uint64_t bytes = 0;
+
+  bool operator==(const Output&) const = default;
+};
+
+enum class CommandKind : uint8_t { kLaunch = 0, kCopy = 1, kRecord = 2, kWait = 3 };
+
+struct Command {
+  CommandKind kind = CommandKind::kLaunch;
+  uint32_t stream = 0;
+  std::string name;  // the operator, for whoever reads an error
+
+  uint32_t target = 0;  // kLaunch: the partition; kRecord, kWait: the event; kCopy: the device it writes to
+  std::vector<Range> reads;   // kCopy: exactly the source
+  std::vector<Range> writes;  // kCopy: exactly the destination
+
+  bool operator==(const Command&) const = default;
+};
+
+struct Program {
+  std::string name;
+  uint32_t num_devices = 1;
+  uint32_t num_events = 0;
+  std::vector<Stream> streams;
+  std::vector<int64_t> partitions;  // CUDA: the id of each one's capture; host: free for the caller to use
+  std::vector<Input> inputs;
+  std::vector<Output> outputs;
+  std::vector<Command> commands;
+
+  bool operator==(const Program&) const = default;
+};
+
+inline constexpr uint32_t kProgramVersion = 1;
+inline constexpr uint32_t kMaxStreams = 64;  // a host stream is a thread
+
+// Fails with the field at fault for any bytes that Encode would not have written.
+Result<Program> Decode(std::string_view bytes);
+std::string Encode(const Program& program);
+
+// What Decode checks beyond the format. In particular, an event is recorded once, and earlier in the list
+// than any wait for it: no program that passes can wait forever.
+Status Validate(const Program& program);
+
+// The command's "operator 'attention' (command 3)".
+std::string Describe(const Program& program, size_t command);
+
+}  // namespace dynaflow

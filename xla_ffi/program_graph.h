@@ -1,0 +1,35 @@
+// A whole program as one CUDA graph, and so one launch.
+#pragma once
+
+#include <vector>
+
+#include "xla_ffi/cuda_driver.h"
+#include "xla_ffi/device.h"
+
+namespace dynaflow::cuda {
+
+class ProgramGraph {
+ public:
+  // `partitions`: the graph to launch for each command that launches one, null for the others.
+  static Result<ProgramGraph> Build(const Driver& driver, Context context, const Program& program,
+                                    const std::vector<Graph>& partitions, const Call& call);
+
+  // Launches it on `stream`, after pointing its copies at this call's inputs and outputs.
+  Status Launch(const Program& program, const Call& call, Stream stream);
+
+ private:
+  // A copy of a moving input, or to an output: the one kind of node that changes between calls.
+  struct MovingCopy {
+    size_t command;
+    GraphNode node;
+    DevicePtr dst, src;  // as the graph has them now
+  };
+
+  const Driver* driver_ = nullptr;
+  Context context_ = nullptr;
+  OwnedGraph graph_;  // nodes are found through it
+  OwnedGraphExec exec_;
+  std::vector<MovingCopy> moving_;
+};
+
+}  // namespace dynaflow::cuda

@@ -1,0 +1,338 @@
+#include "xla_ffi/cuda_device.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "xla_ffi/executor.h"
+#include "xla_ffi/green_context.h"
+#include "xla_ffi/tests/fake_driver.h"
+#include "xla_ffi/tests/programs.h"
+
+namespace dynaflow {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using ::testing::StartsWith;
+
+// attention on stream 0, ffn on stream 1 after it, a copy out on stream 0 after that.
+Program TwoStreams() {
+  return ProgramBuilder(2)
+      .MovingInput(64)
+      .Output(64)
+      .Copy(0, "input", Memory(0x8000, 64), InputBytes(0, 0, 64))
+      .Launch(0, "attention", {Memory(0x8000, 64)}, {Memory(0x9000, 64)})
+      .Record(0, 0)
+      .Wait(1, 0)
+      .Launch(1, "ffn", {Memory(0x9000, 64)}, {Memory(0xa000, 64)})
+      .Record(1, 1)
+      .Wait(0, 1)
+      .Copy(0, "output", OutputBytes(0, 0, 64), Memory(0xa000, 64));
+}
+
+class CudaDeviceTest : public testing::Test {
+ protected:
+  void TearDown() override {
+    executor_ = nullptr;
+    EXPECT_EQ(fake_.live(), 0) << "leaked handles";
+    EXPECT_EQ(fake_.pushed(), 0) << "contexts pushed and not popped";
+  }
+
+  // Captures are "attention" with a grid of 10, "ffn" with 11, and so on.
+  Status Make(const Program& program, const CudaOptions& options = {}, std::vector<int> ordinals = {0}) {
+    std::vector<std::shared_ptr<const Capture>> captures;
+    for (size_t i = 0; i < program.partitions.size(); ++i) {
+      auto capture = std::make_shared<Capture>();
+      capture->graph = fake_.NewGraph({{.grid = static_cast<unsigned>(10 + i)}});
+      captures.push_back(std::move(capture));
+    }
+    auto device = CudaDevice::Create(driver_, std::move(ordinals), program, std::move(captures), options);
+    if (!device.ok()) return device.status();
+    executor_ = std::make_unique<Executor>(program, std::move(*device));
+    (void)fake_.TakeLog();
+    return {};
+  }
+
+  Status Run(uintptr_t input = 0x100, uintptr_t output = 0x200, cuda::Stream stream = nullptr) {
+    void* in[] = {reinterpret_cast<void*>(input)};
+    void* out[] = {reinterpret_cast<void*>(output)};
+    const Program& p = executor_->program();
+    return executor_->Run({.stream = stream ? stream : xla_,
+                           .inputs = std::span(in).first(p.inputs.size()),
+                           .outputs = std::span(out).first(p.outputs.size())});
+  }
+
+  cuda::FakeDriver fake_;
+  cuda::Driver& driver_ = fake_.driver();
+  const cuda::Stream xla_ = fake_.NewStream("xla");
+  std::unique_ptr<Executor> executor_;
+};
+
+TEST_F(CudaDeviceTest, ForksIssuesAndJoins) {
+  ASSERT_TRUE(Make(TwoStreams(), {.one_graph = false}).ok());
+  ASSERT_TRUE(Run().ok());
+  // e0 forks, e1 says done; e2 and e3 are the program's; e4 and e5 join.
+  EXPECT_THAT(fake_.TakeLog(),
+              ElementsAre("EventRecord e0 xla", "StreamWaitEvent s0 e0", "StreamWaitEvent s1 e0",  //
+                          "MemcpyAsync 32768 256 64 s0",                                           //
+                          "GraphLaunch exec(g0) s0",                                               //
+                          "EventRecord e2 s0", "StreamWaitEvent s1 e2",                            //
+                          "GraphLaunch exec(g1) s1",                                               //
+                          "EventRecord e3 s1", "StreamWaitEvent s0 e3",                            //
+                          "MemcpyAsync 512 40960 64 s0",                                           //
+                          "EventRecord e4 s0", "StreamWaitEvent xla e4",                           //
+                          "EventRecord e5 s1", "StreamWaitEvent xla e5",                           //
+                          "EventRecord e1 xla"));
+  EXPECT_EQ(executor_->Mode(), "streams (not wanted)");
+}
+
+TEST_F(CudaDeviceTest, NeverWaitsOnTheHost) {
+  for (bool one_graph : {false, true}) {
+    ASSERT_TRUE(Make(TwoStreams(), {.one_graph = one_graph}).ok());
+    ASSERT_TRUE(Run().ok());
+    ASSERT_TRUE(Run().ok());
+    EXPECT_THAT(fake_.TakeLog(), Not(Contains(HasSubstr("Synchronize"))));
+  }
+}
+
+TEST_F(CudaDeviceTest, BuildsOneGraphAndLaunchesIt) {
+  ASSERT_TRUE(Make(TwoStreams()).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_THAT(fake_.TakeLog(),
+              ElementsAre("GraphCreate", "AddMemcpyNode 32768 256 64", "AddChildNode g0", "AddChildNode g1",
+                          "AddMemcpyNode 512 40960 64", "GraphInstantiate g2", "GraphLaunch exec(g2) xla",
+                          "EventRecord e1 xla"));
+  EXPECT_EQ(executor_->Mode(), "one graph");
+}
+
+TEST_F(CudaDeviceTest, OneGraphFollowsStreamsAndEvents) {
+  ASSERT_TRUE(Make(ProgramBuilder(3)
+                       .Launch(0, "a")
+                       .Record(0, 0)
+                       .Launch(0, "b")
+                       .Wait(1, 0)
+                       .Launch(1, "c")
+                       .Record(1, 1)
+                       .Wait(0, 1)
+                       .Wait(0, 0)
+                       .Launch(0, "d")
+                       .Launch(2, "e"))
+                  .ok());
+  ASSERT_TRUE(Run().ok());
+  const auto& n = fake_.NodesOf(fake_.launched());
+  ASSERT_EQ(n.size(), 5u);
+  EXPECT_THAT(fake_.Node(n[0]).after, IsEmpty());
+  EXPECT_THAT(fake_.Node(n[1]).after, ElementsAre(n[0]));
+  EXPECT_THAT(fake_.Node(n[2]).after, ElementsAre(n[0]));
+  EXPECT_THAT(fake_.Node(n[3]).after, ElementsAre(n[1], n[2], n[0]));
+  EXPECT_THAT(fake_.Node(n[4]).after, IsEmpty());
+}
+
+TEST_F(CudaDeviceTest, PatchesOnlyTheAddressesThatMoved) {
+  ASSERT_TRUE(Make(TwoStreams()).ok());
+  ASSERT_TRUE(Run(0x100, 0x200).ok());
+  (void)fake_.TakeLog();
+  ASSERT_TRUE(Run(0x100, 0x200).ok());
+  EXPECT_THAT(fake_.TakeLog(),
+              ElementsAre("EventQuery e1", "GraphLaunch exec(g2) xla", "EventRecord e1 xla"));
+  ASSERT_TRUE(Run(0x300, 0x200).ok());
+  EXPECT_THAT(fake_.TakeLog(), ElementsAre("EventQuery e1", "GraphExecSetMemcpy 32768 768 64",
+                                           "GraphLaunch exec(g2) xla", "EventRecord e1 xla"));
+}
+
+TEST_F(CudaDeviceTest, RunsOnAnotherStreamFollowTheLastOne) {
+  ASSERT_TRUE(Make(TwoStreams()).ok());
+  ASSERT_TRUE(Run().ok());
+  (void)fake_.TakeLog();
+  ASSERT_TRUE(Run(0x100, 0x200, fake_.NewStream("xla2")).ok());
+  EXPECT_THAT(fake_.TakeLog(), ElementsAre("EventQuery e1", "StreamWaitEvent xla2 e1",
+                                           "GraphLaunch exec(g2) xla2", "EventRecord e1 xla2"));
+}
+
+TEST_F(CudaDeviceTest, ProgramsOfADeviceTakeTurns) {
+  ASSERT_TRUE(Make(TwoStreams()).ok());
+  auto first = std::move(executor_);
+  ASSERT_TRUE(Make(TwoStreams()).ok());
+  ASSERT_TRUE(Run().ok());
+  std::swap(executor_, first);
+  (void)fake_.TakeLog();
+  ASSERT_TRUE(Run(0x100, 0x200, fake_.NewStream("xla2")).ok());
+  EXPECT_EQ(fake_.TakeLog()[0], "StreamWaitEvent xla2 e3") << "e3 is the end of the other program's run";
+}
+
+TEST_F(CudaDeviceTest, AFailedLaunchNamesTheOperatorAndStillJoins) {
+  ASSERT_TRUE(Make(TwoStreams(), {.one_graph = false}).ok());
+  fake_.FailOn("GraphLaunch", cuda::FakeDriver::kBroken, /*skip=*/1);
+  const Status status = Run();
+  EXPECT_THAT(status.message(),
+              AllOf(StartsWith("program 'test': operator 'ffn' (command 4): GraphLaunch failed"),
+                    HasSubstr("CUDA_ERROR_FAKE (700, as the test wanted)")));
+  const auto log = fake_.TakeLog();
+  EXPECT_THAT(log, Contains("StreamWaitEvent xla e4"));
+  EXPECT_THAT(log, Contains("StreamWaitEvent xla e5"));
+  EXPECT_EQ(log.back(), "EventRecord e1 xla");
+}
+
+TEST_F(CudaDeviceTest, EveryFailingCallSurfaces) {
+  for (const char* call : {"EventRecord", "StreamWaitEvent", "MemcpyAsync", "GraphLaunch"}) {
+    for (int skip = 0; skip < 2; ++skip) {
+      ASSERT_TRUE(Make(TwoStreams(), {.one_graph = false}).ok());
+      fake_.FailOn(call, cuda::FakeDriver::kBroken, skip);
+      EXPECT_THAT(Run().message(), HasSubstr(StrCat(call, " failed"))) << skip;
+      fake_.Heal();
+    }
+  }
+  for (const char* call : {"GraphLaunch", "EventRecord"}) {
+    ASSERT_TRUE(Make(TwoStreams()).ok());
+    fake_.FailOn(call);
+    EXPECT_THAT(Run().message(), HasSubstr(StrCat(call, " failed")));
+    fake_.Heal();
+  }
+}
+
+TEST_F(CudaDeviceTest, EveryFailureOfMakingOneSurfaces) {
+  Program program = TwoStreams();
+  program.streams[0].priority = -1;
+  program.streams[1].sm_budget = 32;
+  for (const char* call : {"PrimaryContextRetain", "StreamCreate", "GreenStreamCreate", "EventCreate",
+                           "GraphClone", "GraphInstantiate", "StreamBeginCapture", "LaunchKernel",
+                           "StreamEndCapture", "SplitSms", "GreenContextCreate", "KernelNodeSetAttribute"}) {
+    executor_ = nullptr;
+    fake_.FailOn(call);
+    EXPECT_THAT(Make(program, {.one_graph = false}).message(),
+                AllOf(HasSubstr("program 'test'"), HasSubstr(StrCat(call, " failed"))));
+    fake_.Heal();
+  }
+}
+
+TEST_F(CudaDeviceTest, ADeviceErrorShowsAtTheNextCallAndStays) {
+  ASSERT_TRUE(Make(TwoStreams()).ok());
+  ASSERT_TRUE(Run().ok());
+  fake_.FailOn("EventQuery");
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_THAT(Run().message(),
+                AllOf(HasSubstr("an earlier run failed on the device"),
+                      HasSubstr("'input', 'attention', 'ffn', 'output'"), HasSubstr("blocking=True")));
+  }
+  fake_.FailOn("EventQuery", cuda::kErrorNotReady);
+  EXPECT_TRUE(Run().ok()) << "still running is no error";
+}
+
+TEST_F(CudaDeviceTest, BlockingNamesTheOperatorOfADeviceError) {
+  ASSERT_TRUE(Make(TwoStreams(), {.blocking = true}).ok());
+  fake_.FailOn("StreamSynchronize", cuda::FakeDriver::kBroken, /*skip=*/1);
+  EXPECT_THAT(Run().message(), HasSubstr("operator 'attention' (command 1): StreamSynchronize failed"));
+}
+
+TEST_F(CudaDeviceTest, FallsBackToStreamsWhenAGraphCannotBeAChild) {
+  ASSERT_TRUE(Make(TwoStreams()).ok());
+  fake_.FailOn("AddChildNode");
+  ASSERT_TRUE(Run().ok());
+  EXPECT_THAT(fake_.TakeLog(), Contains("GraphLaunch exec(g1) s1"));
+  EXPECT_THAT(executor_->Mode(), HasSubstr("streams (operator 'attention' (command 1): AddChildNode failed"));
+  ASSERT_TRUE(Run().ok());
+  EXPECT_THAT(fake_.TakeLog(), Not(Contains("GraphCreate")));
+}
+
+TEST_F(CudaDeviceTest, StaysUsableWhenTheFallbackFailsToo) {
+  ASSERT_TRUE(Make(TwoStreams()).ok());
+  fake_.FailOn("GraphInstantiate");
+  EXPECT_THAT(Run().message(), HasSubstr("GraphInstantiate failed"));
+  fake_.Heal();
+  EXPECT_TRUE(Run().ok());
+  EXPECT_EQ(executor_->Mode(), "one graph");
+}
+
+TEST_F(CudaDeviceTest, WaitsForItsWorkBeforeItGoes) {
+  ASSERT_TRUE(Make(TwoStreams()).ok());
+  ASSERT_TRUE(Run().ok());
+  (void)fake_.TakeLog();
+  executor_ = nullptr;
+  EXPECT_EQ(fake_.TakeLog().front(), "EventSynchronize e1");
+}
+
+TEST_F(CudaDeviceTest, GivesStreamsTheirPriorities) {
+  Program program = TwoStreams();
+  program.streams[1].priority = -5;
+  ASSERT_TRUE(Make(program, {.one_graph = false}).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_THAT(fake_.TakeLog(),
+              AllOf(Contains("GraphLaunch exec(g0) s0"), Contains("GraphLaunch exec(g2) s1")))
+      << "the kernels of stream 1 are a copy with its priority";
+}
+
+TEST_F(CudaDeviceTest, BindsAStreamToSms) {
+  Program program = TwoStreams();
+  program.streams[0].sm_budget = 100;
+  program.streams[1].sm_budget = 32;
+  ASSERT_TRUE(Make(program).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_THAT(fake_.TakeLog(), AllOf(Contains("AddChildNode g2"), Contains("AddChildNode g3")))
+      << "both partitions were captured again, on streams of their green contexts";
+}
+
+TEST_F(CudaDeviceTest, SharesOutSms) {
+  auto shares = [&](std::vector<unsigned> budgets) {
+    (void)fake_.TakeLog();
+    auto contexts = cuda::ShareOutSms(driver_, 0, budgets);
+    std::vector<std::string> log;
+    for (std::string& line : fake_.TakeLog()) {
+      if (line.starts_with("GreenContextCreate")) log.push_back(line.substr(19));
+    }
+    if (!contexts.ok()) log.push_back(contexts.status().message());
+    return log;
+  };
+  EXPECT_THAT(shares({}), IsEmpty());
+  EXPECT_THAT(shares({16}), ElementsAre("16sms"));
+  EXPECT_THAT(shares({100, 32}), ElementsAre("32sms", "100sms"));
+  EXPECT_THAT(shares({10, 120}), ElementsAre("16sms", "116sms"));
+  EXPECT_THAT(shares({132}), ElementsAre("132sms"));
+  EXPECT_THAT(shares({64, 64}), ElementsAre("64sms", "64sms"));
+  EXPECT_THAT(shares({16, 100, 16}), ElementsAre("16sms", "16sms", "100sms"));
+  EXPECT_THAT(shares({100, 100}), ElementsAre("104sms", HasSubstr("ask for more")));
+  EXPECT_THAT(shares({132, 132}), ElementsAre("132sms", HasSubstr("ask for more than the device's 132 SMs")));
+  driver_.SplitSms = nullptr;
+  EXPECT_THAT(shares({16}), ElementsAre(HasSubstr("12.4 or later")));
+}
+
+TEST_F(CudaDeviceTest, CopiesToPeers) {
+  Program program = ProgramBuilder(1).Copy(0, "exchange", Memory(0x9000, 64), Memory(0x8000, 64));
+  program.num_devices = 2;
+  program.commands[0].target = 1;
+  ASSERT_TRUE(Make(program, {}, {0, 1}).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_THAT(fake_.TakeLog(), Contains("MemcpyPeerAsync 36864 context1 32768 context0 64 s0"));
+  EXPECT_EQ(executor_->Mode(), "streams (copies to other devices)");
+
+  fake_.FailOn("EnablePeerAccess", cuda::kErrorPeerAccessAlreadyEnabled);
+  EXPECT_TRUE(Make(program, {}, {0, 1}).ok());
+  fake_.FailOn("EnablePeerAccess");
+  EXPECT_THAT(Make(program, {}, {0, 1}).message(), HasSubstr("EnablePeerAccess failed"));
+}
+
+TEST_F(CudaDeviceTest, SkipsEmptyCopies) {
+  for (bool one_graph : {false, true}) {
+    ASSERT_TRUE(Make(ProgramBuilder(1).Copy(0, "empty", Memory(0x9000, 0), Memory(0x8000, 0)),
+                     {.one_graph = one_graph})
+                    .ok());
+    ASSERT_TRUE(Run().ok());
+    EXPECT_THAT(fake_.TakeLog(), Not(Contains(HasSubstr("emcpy"))));
+  }
+}
+
+TEST_F(CudaDeviceTest, ChecksWhatItIsMadeOf) {
+  EXPECT_THAT(Make(TwoStreams(), {}, {0, 1}).message(), HasSubstr("spans 1 devices, but 2 were given"));
+  EXPECT_THAT(CudaDevice::Create(driver_, {0}, TwoStreams(), {}, {}).status().message(),
+              HasSubstr("has 2 partitions, but 0 captures"));
+  Program program = TwoStreams();
+  program.num_devices = 2;
+  program.streams[1].device = 1;
+  EXPECT_THAT(Make(program, {}, {0, 1}).message(), HasSubstr("stream 1 is on another device"));
+}
+
+}  // namespace
+}  // namespace dynaflow

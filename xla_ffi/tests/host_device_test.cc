@@ -1,0 +1,208 @@
+#include "xla_ffi/host_device.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <latch>
+#include <numeric>
+#include <stdexcept>
+#include <thread>
+
+#include "xla_ffi/executor.h"
+#include "xla_ffi/tests/programs.h"
+
+namespace dynaflow {
+namespace {
+
+using ::testing::HasSubstr;
+
+Status Nothing() { return {}; }
+
+std::shared_ptr<Executor> OnHost(Program program, std::vector<HostPartition> partitions) {
+  auto device = HostDevice::Create(program, std::move(partitions));
+  EXPECT_TRUE(device.ok()) << device.status().message();
+  return std::make_shared<Executor>(std::move(program), std::move(*device));
+}
+
+// y = (x + 1) + (x * 2), the two terms on two streams: input 0 -> pool -> output 0. The pool is shared, so
+// runs that were not kept apart would give wrong sums.
+class TwoBranches {
+ public:
+  TwoBranches() {
+    constexpr uint64_t kBytes = sizeof(Row);
+    executor_ = OnHost(
+        ProgramBuilder(2)
+            .MovingInput(kBytes)
+            .Output(kBytes)
+            .Copy(0, "input", Memory(&x_, kBytes), InputBytes(0, 0, kBytes))
+            .Record(0, 0)
+            .Launch(0, "left", {Memory(&x_, kBytes)}, {Memory(&left_, kBytes)})
+            .Wait(1, 0)
+            .Launch(1, "right", {Memory(&x_, kBytes)}, {Memory(&right_, kBytes)})
+            .Record(1, 1)
+            .Wait(0, 1)
+            .Launch(0, "join", {Memory(&left_, kBytes), Memory(&right_, kBytes)}, {Memory(&y_, kBytes)})
+            .Copy(0, "output", OutputBytes(0, 0, kBytes), Memory(&y_, kBytes)),
+        {[this] {
+           for (size_t i = 0; i < x_.size(); ++i) left_[i] = x_[i] + 1;
+           return Status();
+         },
+         [this] {
+           for (size_t i = 0; i < x_.size(); ++i) right_[i] = x_[i] * 2;
+           return Status();
+         },
+         [this] {
+           for (size_t i = 0; i < x_.size(); ++i) y_[i] = left_[i] + right_[i];
+           return Status();
+         }});
+  }
+
+  bool RunAndCheck(int start) {
+    Row x, y{};
+    std::iota(x.begin(), x.end(), start);
+    void* in[] = {x.data()};
+    void* out[] = {y.data()};
+    if (!executor_->Run({.inputs = in, .outputs = out}).ok()) return false;
+    for (size_t i = 0; i < x.size(); ++i) {
+      if (y[i] != 3 * x[i] + 1) return false;
+    }
+    return true;
+  }
+
+ private:
+  using Row = std::array<int, 64>;
+  Row x_, left_, right_, y_;
+  std::shared_ptr<Executor> executor_;
+};
+
+TEST(HostDevice, RunsAProgram) {
+  TwoBranches program;
+  for (int i = 0; i < 200; ++i) ASSERT_TRUE(program.RunAndCheck(i));
+}
+
+TEST(HostDevice, SharesAProgramBetweenThreads) {
+  TwoBranches program;
+  std::atomic<int> wrong = 0;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 2; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < 200; ++i) wrong += !program.RunAndCheck(1000 * t + i);
+    });
+  }
+  for (auto& t : threads) t.join();
+  EXPECT_EQ(wrong, 0);
+}
+
+TEST(HostDevice, RunsTwoProgramsAtOnce) {
+  // Each program's partition waits for the other's: this returns only if they overlap.
+  std::latch both(2);
+  auto meet = [&] {
+    both.arrive_and_wait();
+    return Status();
+  };
+  auto a = OnHost(ProgramBuilder(1).Launch(0, "a"), {meet});
+  auto b = OnHost(ProgramBuilder(1).Launch(0, "b"), {meet});
+  std::thread other([&] { EXPECT_TRUE(a->Run({}).ok()); });
+  EXPECT_TRUE(b->Run({}).ok());
+  other.join();
+}
+
+TEST(HostDevice, RunsStreamsAtOnce) {
+  std::latch both(2);
+  auto meet = [&] {
+    both.arrive_and_wait();
+    return Status();
+  };
+  EXPECT_TRUE(OnHost(ProgramBuilder(2).Launch(0, "a").Launch(1, "b"), {meet, meet})->Run({}).ok());
+}
+
+TEST(HostDevice, KeepsTheOrderOfEvents) {
+  std::atomic<int> step = 0;
+  auto expect = [&](int want) {
+    return [&step, want] { return step++ == want ? Status() : Internal("out of order"); };
+  };
+  const auto program = OnHost(ProgramBuilder(3)
+                                  .Launch(2, "first")
+                                  .Record(2, 0)
+                                  .Wait(0, 0)
+                                  .Launch(0, "second")
+                                  .Record(0, 1)
+                                  .Wait(1, 1)
+                                  .Launch(1, "third"),
+                              {expect(0), expect(1), expect(2)});
+  for (int i = 0; i < 100; ++i) {
+    step = 0;
+    const Status status = program->Run({});
+    ASSERT_TRUE(status.ok()) << status.message();
+  }
+}
+
+TEST(HostDevice, AFailureNamesTheOperatorAndWakesTheWaiters) {
+  std::atomic<bool> ran_after = false;
+  const auto program =
+      OnHost(ProgramBuilder(2).Launch(0, "fails").Record(0, 0).Wait(1, 0).Launch(1, "depends"),
+             {[] { return Internal("out of luck"); },
+              [&] {
+                ran_after = true;
+                return Status();
+              }});
+  for (int i = 0; i < 50; ++i) {
+    const Status status = program->Run({});
+    EXPECT_EQ(status.message(), "operator 'fails' (command 0): out of luck");
+  }
+  EXPECT_FALSE(ran_after);
+}
+
+TEST(HostDevice, AnExceptionIsAFailure) {
+  EXPECT_THAT(OnHost(ProgramBuilder(1).Launch(0, "throws"),
+                     {[]() -> Status { throw std::runtime_error("as programmed"); }})
+                  ->Run({})
+                  .message(),
+              HasSubstr("operator 'throws' (command 0): as programmed"));
+  EXPECT_THAT(OnHost(ProgramBuilder(1).Launch(0, "throws"), {[]() -> Status { throw 7; }})->Run({}).message(),
+              HasSubstr("operator 'throws'"));
+}
+
+TEST(HostDevice, RecoversAfterAFailure) {
+  bool fail = true;
+  const auto program = OnHost(ProgramBuilder(2).Launch(0, "moody").Record(0, 0).Wait(1, 0).Launch(1, "next"),
+                              {[&] { return fail ? Internal("not now") : Status(); }, Nothing});
+  EXPECT_FALSE(program->Run({}).ok());
+  fail = false;
+  EXPECT_TRUE(program->Run({}).ok());
+}
+
+TEST(HostDevice, TakesAProgramWithoutStreams) { EXPECT_TRUE(OnHost(ProgramBuilder(0), {})->Run({}).ok()); }
+
+TEST(HostDevice, WantsAFunctionForEachPartition) {
+  const Program program = ProgramBuilder(1).Launch(0, "a");
+  EXPECT_THAT(HostDevice::Create(program, {}).status().message(),
+              HasSubstr("has 1 partitions, but 0 functions"));
+  EXPECT_THAT(HostDevice::Create(program, {nullptr}).status().message(),
+              HasSubstr("partition 0 is no function"));
+}
+
+TEST(Executor, ChecksTheCall) {
+  int pinned = 0, other = 0;
+  const auto program = OnHost(
+      ProgramBuilder(1).PinnedInput(reinterpret_cast<uint64_t>(&pinned), 4).MovingInput(4).Output(4, 1), {});
+  void* good[] = {&pinned, &other};
+  void* moved[] = {&other, &other};
+  void* out[] = {&other};
+  void* elsewhere[] = {&pinned};
+  EXPECT_TRUE(program->Matches({.inputs = good, .outputs = out}));
+  EXPECT_FALSE(program->Matches({.inputs = moved, .outputs = out}));
+  EXPECT_TRUE(program->Run({.inputs = good, .outputs = out}).ok());
+  EXPECT_THAT(program->Run({.inputs = moved, .outputs = out}).message(),
+              HasSubstr("pinned input 0 has moved"));
+  EXPECT_THAT(program->Run({.inputs = good, .outputs = elsewhere}).message(),
+              HasSubstr("does not lie in its donor"));
+  EXPECT_THAT(program->Run({.outputs = out}).message(), HasSubstr("takes 2 inputs, not 0"));
+  EXPECT_THAT(program->Run({.inputs = good}).message(), HasSubstr("gives 1 outputs, not 0"));
+}
+
+}  // namespace
+}  // namespace dynaflow

@@ -1,0 +1,121 @@
+#include "xla_ffi/program.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <limits>
+#include <random>
+
+#include "xla_ffi/tests/programs.h"
+
+namespace dynaflow {
+namespace {
+
+using ::testing::HasSubstr;
+
+TEST(Decode, GivesBackWhatWasEncoded) {
+  const Program p = FullProgram();
+  auto decoded = Decode(Encode(p));
+  ASSERT_TRUE(decoded.ok()) << decoded.status().message();
+  EXPECT_EQ(*decoded, p);
+}
+
+TEST(Decode, TakesAnEmptyProgram) { EXPECT_TRUE(Decode(Encode(ProgramBuilder(0))).ok()); }
+
+TEST(Decode, RefusesForeignBytes) {
+  EXPECT_THAT(Decode("").status().message(), HasSubstr("truncated at byte 0 of 0, in magic"));
+  EXPECT_THAT(Decode("GARBAGE!and more").status().message(), HasSubstr("bad magic"));
+}
+
+TEST(Decode, RefusesAnotherVersion) {
+  std::string bytes = Encode(FullProgram());
+  bytes[8] = 9;
+  EXPECT_THAT(Decode(bytes).status().message(), HasSubstr("version 9, but this library reads version 1"));
+}
+
+TEST(Decode, RefusesEveryTruncation) {
+  const std::string bytes = Encode(FullProgram());
+  for (size_t size = 0; size < bytes.size(); ++size) {
+    const auto decoded = Decode(std::string_view(bytes).substr(0, size));
+    ASSERT_FALSE(decoded.ok()) << "cut at " << size;
+    EXPECT_THAT(decoded.status().message(), HasSubstr("truncated")) << "cut at " << size;
+  }
+}
+
+TEST(Decode, RefusesTrailingBytes) {
+  EXPECT_THAT(Decode(Encode(FullProgram()) + "x").status().message(),
+              HasSubstr("1 bytes follow the last command"));
+}
+
+TEST(Decode, RefusesAHugeCountWithoutAllocatingIt) {
+  std::string bytes = Encode(ProgramBuilder(0));
+  // The command count is the last field of an empty program.
+  bytes.replace(bytes.size() - 4, 4, "\xff\xff\xff\xff");
+  EXPECT_THAT(Decode(bytes).status().message(), HasSubstr("commands counts 4294967295"));
+}
+
+// Damage to one field, and what the error has to say about it.
+struct Damage {
+  const char* says;
+  std::function<void(Program&)> inflict;
+};
+
+TEST(Decode, NamesTheFieldAtFault) {
+  constexpr uint64_t kMax = std::numeric_limits<uint64_t>::max();
+  const Damage damages[] = {
+      {"has no device", [](Program& p) { p.num_devices = 0; }},
+      {"stream 1 is on device 3 of 1", [](Program& p) { p.streams[1].device = 3; }},
+      {"65 streams; at most 64", [](Program& p) { p.streams.resize(65); }},
+      {"has 99 events but only 8 commands", [](Program& p) { p.num_events = 99; }},
+      {"operator 'attention' (command 2): stream 2 of 2", [](Program& p) { p.commands[2].stream = 2; }},
+      {"operator 'attention' (command 2): partition 7 of 2", [](Program& p) { p.commands[2].target = 7; }},
+      {"command 1): event 5 of 2", [](Program& p) { p.commands[1].target = 5; }},
+      {"command 5): records event 0 a second time", [](Program& p) { p.commands[5].target = 0; }},
+      {"command 3): waits for event 1, which no earlier", [](Program& p) { p.commands[3].target = 1; }},
+      {"an event touches no memory", [](Program& p) { p.commands[1].reads = {Memory(0x8000, 1)}; }},
+      {"operator 'input' (command 0): copies to device 1 of 1", [](Program& p) { p.commands[0].target = 1; }},
+      {"one source and one destination, not 0 and 1", [](Program& p) { p.commands[0].reads.clear(); }},
+      {"copies 63 bytes into 64", [](Program& p) { p.commands[0].reads[0].bytes = 63; }},
+      {"bytes 1 to 65 of input 0, which has 64", [](Program& p) { p.commands[0].reads[0].offset = 1; }},
+      {"input 3 of 3", [](Program& p) { p.commands[0].reads[0].index = 3; }},
+      {"output 2 of 2", [](Program& p) { p.commands[7].writes[0].index = 2; }},
+      {"wraps around", [](Program& p) { p.commands[2].reads[0].offset = kMax; }},
+      {"a range at address 0", [](Program& p) { p.commands[2].reads[0].offset = 0; }},
+      {"has index 1, not 0", [](Program& p) { p.commands[2].reads[0].index = 1; }},
+      {"pinned input 1 wraps around", [](Program& p) { p.inputs[1].bytes = kMax; }},
+      {"output 1 takes the memory of input 5 of 3", [](Program& p) { p.outputs[1].donor = 5; }},
+      {"output 1 takes the memory of input -2 of 3", [](Program& p) { p.outputs[1].donor = -2; }},
+      {"output 1 has 32 bytes, its donor, input 0, has 64", [](Program& p) { p.outputs[1].donor = 0; }},
+      {"input 2 is donated twice", [](Program& p) { p.outputs[0] = {2, 32}; }},
+      {"command kind is 9, not one of 0 to 3", [](Program& p) { p.commands[0].kind = CommandKind{9}; }},
+      {"input kind is 2, not one of 0 to 1", [](Program& p) { p.inputs[0].kind = InputKind{2}; }},
+      {"range space is 3, not one of 0 to 2", [](Program& p) { p.commands[0].reads[0].space = Space{3}; }},
+  };
+  for (const Damage& damage : damages) {
+    Program p = FullProgram();
+    damage.inflict(p);
+    const Status status = Decode(Encode(p)).status();
+    EXPECT_EQ(status.code(), Code::kInvalidArgument) << damage.says;
+    EXPECT_THAT(status.message(), HasSubstr(damage.says));
+  }
+}
+
+// Whatever the bytes, an answer: under the sanitizers this is a small fuzzer.
+TEST(Decode, SurvivesRandomDamage) {
+  const std::string whole = Encode(FullProgram());
+  std::mt19937 random(7);
+  size_t accepted = 0;
+  for (int round = 0; round < 20000; ++round) {
+    std::string bytes = whole;
+    for (int i = 0; i <= round % 4; ++i) bytes[random() % bytes.size()] = static_cast<char>(random());
+    auto decoded = Decode(bytes);
+    if (!decoded.ok()) continue;
+    ++accepted;
+    EXPECT_EQ(Encode(*decoded), bytes);
+  }
+  EXPECT_GT(accepted, 0u);
+}
+
+}  // namespace
+}  // namespace dynaflow
