@@ -22,7 +22,9 @@ import dynaflow_jax as df
 from examples.benchmarks.llama import Config, Llama
 
 _LAYERS = flags.DEFINE_list("layers", ["8", "16", "32", "64"], "Depths of the model.")
-_REPEATS = flags.DEFINE_integer("repeats", 3, "Fresh traces and compilations of each; the median counts.", lower_bound=1)
+_REPEATS = flags.DEFINE_integer(
+    "repeats", 3, "Fresh traces and compilations of each; the median counts.", lower_bound=1
+)
 _CALLS = flags.DEFINE_integer("calls", 40, "Timed calls of each function.", lower_bound=1)
 _JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
 
