@@ -231,6 +231,12 @@ def replicated(aval: Any) -> bool:
     return manual is not None and not manual.varying
 
 
+def varying_axes(value: Any) -> frozenset[Any]:
+    """The mesh axes over which a value inside ``shard_map`` may differ from device to device, as its type says."""
+    manual = getattr(jax.typeof(value), "mat", None)
+    return frozenset() if manual is None else manual.varying
+
+
 def shard_map_like(eqn: Any, fun: Any, in_specs: Any, out_specs: Any) -> Any:
     """``fun`` under ``shard_map`` over the mesh axes of a ``shard_map`` equation."""
     params = eqn.params
@@ -374,11 +380,6 @@ def wrap_key_data(bits: Any, dtype: Any) -> Any:
     return jax.random.wrap_key_data(bits, impl=dtype._impl.name)
 
 
-def struct_of(aval: Any, shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:
-    """Shape and type of a result that differs over the same manual mesh axes as ``aval``."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=getattr(aval, "mat", None))
-
-
 def no_mesh() -> contextlib.AbstractContextManager[Any]:
     """A context without a mesh, inside ``shard_map`` too: for programs that run on one device."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
@@ -400,3 +401,8 @@ def local_device(ordinal: int) -> Any:
 def _ordinal(device: Any) -> int:
     number = getattr(device, "local_hardware_id", None)
     return device.id if number is None else number
+
+
+def scheduled_text(executable: Any) -> str:
+    """The optimized HLO of a private client's executable, in the order of execution."""
+    return executable.hlo_modules()[0].to_string()

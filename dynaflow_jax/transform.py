@@ -204,7 +204,8 @@ class DynaFlow:
 
     def own(self, binder: Binder) -> None:
         """Keeps a dispatched plan for as long as this function lives: programs compiled from it name it."""
-        weakref.finalize(self, binder.close)
+        # At exit the extension frees all plans itself, and is the first to know.
+        weakref.finalize(self, binder.close).atexit = False
 
     def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Resolved, _Call]:
         call = _Call.of(self, args, kwargs)

@@ -1,6 +1,8 @@
 #include "xla_ffi/order.h"
 
 #include <algorithm>
+#include <charconv>
+#include <iterator>
 #include <map>
 #include <set>
 #include <tuple>
@@ -74,9 +76,9 @@ std::vector<Access> SortedAccesses(const Program& p) {
 std::string Show(const Range& r) {
   switch (r.space) {
     case Space::kMemory: {
-      std::ostringstream hex;
-      hex << std::hex << "0x" << r.offset;
-      return StrCat(r.bytes, " bytes at ", hex.str());
+      char hex[2 * sizeof(r.offset)];
+      const char* end = std::to_chars(std::begin(hex), std::end(hex), r.offset, 16).ptr;
+      return StrCat(r.bytes, " bytes at 0x", std::string_view(hex, end - hex));
     }
     case Space::kInput:
       return StrCat(r.bytes, " bytes of input ", r.index);

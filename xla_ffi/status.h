@@ -2,19 +2,33 @@
 #pragma once
 
 #include <memory>
-#include <sstream>
 #include <string>
+#include <string_view>
+#include <type_traits>
 #include <utility>
 #include <variant>
 
 namespace dynaflow {
 
-// Joins anything that an ostream can print.
+// Not with an ostream: where libstdc++ is linked into the extension as well as into its host process, the locales of
+// the second copy may never have been set up, and printing a number crashes.
+inline void Append(std::string& out, std::string_view text) { out += text; }
+template <typename Number>
+  requires std::is_arithmetic_v<Number>
+void Append(std::string& out, Number number) {
+  if constexpr (std::is_same_v<Number, char>) {
+    out += number;
+  } else {
+    out += std::to_string(number);
+  }
+}
+
+// Joins text and numbers.
 template <typename... Parts>
 std::string StrCat(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return std::move(out).str();
+  std::string out;
+  (Append(out, parts), ...);
+  return out;
 }
 
 enum class Code {

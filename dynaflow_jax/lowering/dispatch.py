@@ -262,7 +262,7 @@ def call(binder: Binder, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[
       outputs: types of the results.
       inputs: arrays.
     """
-    physical = [compat.struct_of(aval, *_physical(aval)) for aval in outputs]
+    physical = [jax.ShapeDtypeStruct(*_physical(aval)) for aval in outputs]
     dispatch = jax.ffi.ffi_call("dynaflow_dispatch", physical)
     results = dispatch(*map(_to_bits, inputs), plan=np.int64(binder.plan))
     return [_from_bits(result, aval) for result, aval in zip(results, outputs, strict=True)]

@@ -12,7 +12,7 @@ from typing import Any
 
 from dynaflow_jax.batch.region import Region
 from dynaflow_jax.batch.state import INVARIANT, Invariant
-from dynaflow_jax.lowering.order import can_wait, hold
+from dynaflow_jax.lowering.order import can_wait, can_wait_for, hold
 from dynaflow_jax.lowering.steps import Slot, Values, call_of
 from dynaflow_jax.program import outputs_of
 from dynaflow_jax.schedule import Step
@@ -44,7 +44,8 @@ def run(region: Region, steps: Sequence[Step], inputs: Values, shards: int = 1) 
         if waited:
             # Weights need not wait: whatever reads them reads something else as well, or nothing else at all.
             held = [i for i, slot in enumerate(call.reads) if slot not in free and can_wait(values[i])]
-            held = held or list(range(len(values)))
+            if not any(can_wait_for(values[i], waited) for i in held):
+                held = list(range(len(values)))
             for i, value in zip(held, hold([values[i] for i in held], waited), strict=True):
                 values[i] = value
         results = list(call.compute(*values))

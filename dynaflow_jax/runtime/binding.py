@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,7 +69,10 @@ class Binder:
         if key not in self._executables:
             partition = self.work.partitions[index]
             with _naming(partition, "compiled"):
-                self._executables[key] = client.compile(partition.module)
+                executable = client.compile(partition.module)
+            if partition.capture is not None:
+                _check_capturable(compat.scheduled_text(executable), partition.name)
+            self._executables[key] = executable
         return self._executables[key]
 
     def rehearse(self) -> None:
@@ -76,7 +80,7 @@ class Binder:
 
         Compiling has to happen here: in a call, XLA holds a lock on the device that compiling for it wants too.
         """
-        with _capturing:
+        with _capturing, jax.ensure_compile_time_eval():  # a trace may be under way
             if self.platform == "cpu":
                 client = private.client("cpu", 0, "")
                 for index in range(len(self.work.partitions)):
@@ -85,6 +89,28 @@ class Binder:
             for device in self.devices:
                 for number in _CudaBinding(self, device, None).capture():
                     extension.module.free_capture(number)
+
+
+# What XLA may leave before a capture begins and after it ends: nothing that runs.
+_IDLE = frozenset({"parameter", "constant", "bitcast", "get-tuple-element", "tuple"})
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?:\([^=]*?\)|[^\s(]+) ([\w\-]+)\(", re.MULTILINE)
+
+
+def _check_capturable(text: str, name: str) -> None:
+    """Raises if a compiled module does something that its capture would not see, or that cannot be captured.
+
+    XLA copies what a loop starts from before it does anything else, so a loop's capture would miss that; and a loop or
+    branch that asks the device for its condition waits for it, which a capture cannot.
+    """
+    for opcode in ("while", "conditional", "infeed", "outfeed", "send", "recv"):
+        if f" {opcode}(" in text:
+            raise DynaFlowError(f"{name} cannot be captured: it holds a {opcode}.")
+    inside = False
+    for line in text[text.index("\nENTRY ") :].splitlines()[1:]:
+        if '"dynaflow_capture_' in line:
+            inside = '"dynaflow_capture_begin"' in line
+        elif not inside and (found := _INSTRUCTION.match(line)) and found[1] not in _IDLE:
+            raise DynaFlowError(f"{name} cannot be captured: XLA moved a {found[1]} out of the capture.")
 
 
 class _naming:

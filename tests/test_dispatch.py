@@ -1,0 +1,228 @@
+"""Dispatched plans on the host twin: the executor's worker threads run executables of a private CPU client."""
+
+import gc
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import dynaflow_jax as df
+from dynaflow_jax.errors import DispatchWarning
+from dynaflow_jax.runtime import binding, extension
+
+pytestmark = pytest.mark.skipif(extension.module is None, reason="the extension was not built")
+
+
+class Streams(df.OpScheduler):
+    def __init__(self, *sizes, streams=2):
+        self.sizes, self.streams = sizes, streams
+
+    def split(self, info):
+        return self.sizes or [info.batch_size]
+
+    def schedule(self, ctx):
+        while ops := ctx.get_ready_ops():
+            for op in ops:
+                ctx.execute(op, stream=f"s{(op.micro_batch or 0) % self.streams}")
+
+
+def model(ws, x):
+    for w in ws:
+        with df.mark("up"):
+            h = jnp.tanh(x @ w)
+        with df.mark("down"):
+            x = x + h @ w.T
+    return x
+
+
+WS = [jax.random.normal(jax.random.key(i), (16, 32)) * 0.2 for i in range(2)]
+X = jax.random.normal(jax.random.key(9), (8, 16))
+
+
+def dispatched(fun=model, *sizes, **options):
+    options.setdefault("batch_axes", (None, 0))
+    flow = df.dynaflow(fun, scheduler=Streams(*sizes), backend="dispatch", **options)
+
+    def strictly(*args):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DispatchWarning)
+            return jax.jit(flow)(*args)
+
+    return strictly
+
+
+def close(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
+
+
+@pytest.mark.parametrize("sizes", [(), (4, 4), (3, 5), (1, 2, 5)], ids=str)
+def test_results(sizes):
+    run = dispatched(model, *sizes)
+    for scale in (1.0, 2.0, 3.0):
+        close(run(WS, X * scale), model(WS, X * scale))
+
+
+def test_new_weights_are_noticed():
+    run = dispatched(model, 4, 4)
+    for scale in (1.0, 0.5, 2.0, 3.0, 1.0):
+        ws = [w * scale for w in WS]
+        close(run(ws, X), model(ws, X))
+
+
+def test_rows_on_another_axis_and_outputs_of_every_kind():
+    def fun(w, x):
+        y = model([w], x.T)
+        return {"rows": y.T, "sum": (y**2).sum(), "mean": y.mean(), "weights": w * 2, "input": x, "one": 1.0}
+
+    out_axes = {"rows": None, "sum": "sum", "mean": "mean", "weights": None, "input": None, "one": None}
+    close(dispatched(fun, 3, 5, batch_axes=(None, 1), out_axes=out_axes)(WS[0], X.T), fun(WS[0], X.T))
+
+
+def test_training_step():
+    step = jax.value_and_grad(lambda ws, x: (model(ws, x) ** 2).mean())
+    close(dispatched(step, 3, 5, out_axes="mean")(WS, X), step(WS, X))
+
+
+def test_it_is_differentiated_and_mapped_over_as_lowered_to_xla():
+    flow = df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0), backend="dispatch")
+    loss = lambda fun: lambda ws: (fun(ws, X) ** 2).mean()  # noqa: E731
+    close(jax.jit(jax.grad(loss(flow)))(WS), jax.grad(loss(model))(WS))
+    close(jax.vmap(flow, (None, 0))(WS, jnp.stack([X, X * 2])), jnp.stack([model(WS, X), model(WS, X * 2)]))
+
+
+def test_dropout_is_exact():
+    def drop(key, x):
+        with df.mark("drop"):
+            return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
+
+    run = dispatched(drop, 3, 5)
+    for seed in range(3):
+        np.testing.assert_array_equal(run(jax.random.key(seed), X), drop(jax.random.key(seed), X))
+
+
+def test_loops():
+    def looped(ws, x):
+        return jax.lax.scan(lambda x, w: (model([w], x), None), x, ws)[0]
+
+    close(dispatched(looped, 4, 4)(jnp.stack(WS), X), model(WS, X))
+
+
+def test_inside_shard_map():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    flow = df.dynaflow(model, scheduler=Streams(1, 1), batch_axes=(None, 0), backend="dispatch")
+    for check in (True, False):
+        mapped = jax.shard_map(flow, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=check)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DispatchWarning)
+            close(jax.jit(mapped)(WS, X), model(WS, X))
+
+
+def test_communication_between_devices_is_lowered_to_xla():
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
+
+    def parallel(w, x):
+        with df.mark("product"):
+            y = jnp.tanh(x @ w) @ w.T
+        return jax.lax.psum(y, "model")
+
+    flow = df.dynaflow(parallel, scheduler=Streams(4, 4), batch_axes=(None, 0), backend="dispatch")
+    specs = {"mesh": mesh, "in_specs": (P(None, "model"), P()), "out_specs": P()}
+    with pytest.warns(DispatchWarning, match="psum"):
+        got = jax.jit(jax.shard_map(flow, **specs))(WS[0], X)
+    close(got, jax.jit(jax.shard_map(parallel, **specs))(WS[0], X))
+
+
+def test_callbacks_are_lowered_to_xla():
+    def calls_back(ws, x):
+        with df.mark("host"):
+            x = jax.pure_callback(lambda x: np.asarray(x) * 2, x, x)
+        return model(ws, x)
+
+    flow = df.dynaflow(calls_back, scheduler=Streams(), batch_axes=(None, 0), backend="dispatch")
+    with pytest.warns(DispatchWarning, match="host"):
+        close(jax.jit(flow)(WS, X), model(WS, X * 2))
+
+
+def test_order_between_streams_is_kept_on_request():
+    class Chained(Streams):
+        def schedule(self, ctx):
+            last = ()
+            while ops := ctx.get_ready_ops():
+                op = ops[-1]
+                last = ctx.execute(op, stream=f"s{op.micro_batch}", after=last)
+
+    flow = df.dynaflow(model, scheduler=Chained(4, 4), batch_axes=(None, 0), backend="dispatch")
+    close(jax.jit(flow)(WS, X), model(WS, X))
+
+
+def test_two_threads():
+    runs = [dispatched(model, 4, 4), dispatched(model, 2, 6)]
+    xs = [X * (k + 1) for k in range(3)]
+    want = [[np.asarray(run(WS, x)) for x in xs] for run in runs]
+    failed = []
+
+    def work(i):
+        for k in range(15):
+            if not np.array_equal(np.asarray(runs[i % 2](WS, xs[k % 3])), want[i % 2][k % 3]):
+                failed.append((i, k))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+def test_a_plan_is_freed_with_its_function():
+    flow = df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0), backend="dispatch")
+    jax.jit(flow)(WS, X).block_until_ready()
+    (resolved,) = flow._cache.values()
+    plan = resolved._binder.plan
+    assert extension.module.plan_stats(plan)["runs"] == 1
+    del flow, resolved
+    jax.clear_caches()
+    gc.collect()
+    with pytest.raises(extension.module.DispatchError, match=f"{plan}"):
+        extension.module.plan_stats(plan)
+
+
+def test_it_survives_cleared_caches():
+    flow = df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0), backend="dispatch")
+    run = jax.jit(flow)
+    run(WS, X)
+    jax.clear_caches()
+    close(run(WS, X), model(WS, X))
+
+
+def test_without_the_extension(monkeypatch):
+    monkeypatch.setattr(extension, "module", None)
+    with pytest.raises(df.DynaFlowError, match="not built"):
+        df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0), backend="dispatch")(WS, X)
+    close(df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0))(WS, X), model(WS, X))
+
+
+MODULE = """HloModule x
+ENTRY %main (a: f32[8]) -> (f32[8], s32[]) {
+  %a = f32[8]{0} parameter(0)
+  %begin = s32[] custom-call(%a), custom_call_target="dynaflow_capture_begin"
+  %t = (f32[8]{0}, s32[]) tuple(%a, %begin)
+  %f = f32[8]{0} fusion(%a), kind=kLoop
+  %end = s32[] custom-call(%f), custom_call_target="dynaflow_capture_end"
+  ROOT %out = (f32[8]{0}, s32[]) tuple(%f, %end)
+}
+"""
+
+
+def test_what_a_capture_would_miss_is_refused():
+    binding._check_capturable(MODULE, "op")
+    for marker, added in (("  %begin", "  %c = f32[8]{0} copy(%a)\n"), ("  ROOT", "  %c = f32[8]{0} copy(%f)\n")):
+        with pytest.raises(df.DynaFlowError, match="op cannot be captured: XLA moved a copy"):
+            binding._check_capturable(MODULE.replace(marker, added + marker), "op")
+    with pytest.raises(df.DynaFlowError, match="op cannot be captured: it holds a while"):
+        binding._check_capturable(MODULE.replace("  %f", "  %w = (f32[8]{0}, s32[]) while(%t)\n  %f", 1), "op")
