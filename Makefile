@@ -7,7 +7,7 @@ JOBS ?= 2
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 RUN = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(VENV)/bin/python
 
-.PHONY: demo test lint types format bench clean
+.PHONY: demo test test-native test-bazel lint types format bench clean
 
 demo: $(VENV)/.demo            ## embed a text with a real model, as it is and scheduled: make demo [FILE=text.txt]
 	$(RUN) -m examples.minilm $(FILE)
@@ -15,9 +15,16 @@ demo: $(VENV)/.demo            ## embed a text with a real model, as it is and s
 test: lint types $(VENV)/.demo ## everything that CI checks
 	$(RUN) -m pytest -n $(JOBS) $(ARGS)
 
+test-native:                   ## the executor's C++ tests: plain, and under the address and thread sanitizers
+	xla_ffi/test.sh
+
+test-bazel: $(VENV)/.dev       ## the same targets with Bazel
+	PATH="$(abspath $(VENV))/bin:$$PATH" xla_ffi/bazel/test.sh
+
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/clang-format --dry-run --Werror xla_ffi/*.cc xla_ffi/*.h xla_ffi/tests/*.cc xla_ffi/tests/*.h
 
 types: $(VENV)/.dev
 	$(VENV)/bin/basedpyright
@@ -25,6 +32,7 @@ types: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i xla_ffi/*.cc xla_ffi/*.h xla_ffi/tests/*.cc xla_ffi/tests/*.h
 
 bench: $(VENV)/.demo           ## what tracing costs, on this machine
 	$(RUN) -m examples.benchmarks.trace_cost

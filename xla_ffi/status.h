@@ -10,8 +10,8 @@
 
 namespace dynaflow {
 
-// Not with an ostream: where libstdc++ is linked into the extension as well as into its host process, the locales of
-// the second copy may never have been set up, and printing a number crashes.
+// Not with an ostream: where libstdc++ is linked into the extension as well as into its host process, the
+// locales of the second copy may never have been set up, and printing a number crashes.
 inline void Append(std::string& out, std::string_view text) { out += text; }
 template <typename Number>
   requires std::is_arithmetic_v<Number>
