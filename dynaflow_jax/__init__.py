@@ -4,6 +4,7 @@ from dynaflow_jax import errors, strategies
 from dynaflow_jax.annotate import SplitFunc, SplitModule, mark
 from dynaflow_jax.errors import (
     BatchMixingError,
+    DispatchWarning,
     DynaFlowError,
     PlanError,
     RuleError,
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchMixingError",
+    "DispatchWarning",
     "DynaFlow",
     "DynaFlowError",
     "InputInfo",

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 from typing import Any
 
 import jax
 
-try:
-    from dynaflow_jax import _dispatch  # pyright: ignore[reportAttributeAccessIssue]
+module: Any = None
+"""The extension, or ``None``."""
 
-    _missing = ""
-except ImportError as error:
-    _dispatch: Any = None
-    _missing = str(error)
-
-module: Any = _dispatch
+_problem = ""
+if importlib.util.find_spec("dynaflow_jax._dispatch") is not None:
+    try:
+        module = importlib.import_module("dynaflow_jax._dispatch")
+    except ImportError as error:  # built for another Python, or by a compiler whose library is missing
+        _problem = f" ({error})"
 
 
 @functools.cache
@@ -28,7 +30,7 @@ def register() -> None:
 def unavailable_because(platform: str) -> str:
     """Why plans cannot be dispatched on a platform; empty if they can."""
     if module is None:
-        return f"the extension is not built ({_missing}): reinstall dynaflow-jax where there is a C++20 compiler"
+        return f"the extension is not built{_problem}: reinstall dynaflow-jax where there is a C++20 compiler"
     if platform == "cpu":
         return ""
     if platform in ("gpu", "cuda"):

@@ -1,0 +1,118 @@
+"""Writes the tables of the README from what the benchmarks measured.
+
+    python -m examples.benchmarks.readme [--check]
+
+A benchmark run with ``--json=examples/benchmarks/results/NAME.json`` leaves its numbers there. The README has a place
+for each benchmark, between ``<!-- trace_cost -->`` and ``<!-- /trace_cost -->``; its table goes there, one for each
+file of that benchmark (another device, another version of JAX). Where there is no file, the place says how to make one.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+RESULTS = Path(__file__).parent / "results"
+
+_CHECK = flags.DEFINE_bool("check", False, "Change nothing; fail if the README's tables are not those of the results.")
+
+Row = Mapping[str, Any]
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    text = README.read_text(encoding="utf-8")
+    try:
+        found = render(text, load(RESULTS))
+    except ValueError as error:
+        sys.exit(f"readme: {error}")
+    if found == text:
+        print("README.md: the tables are those of the results.")
+    elif _CHECK.value:
+        sys.exit("readme: the tables are out of date; run python -m examples.benchmarks.readme")
+    else:
+        README.write_text(found, encoding="utf-8")
+        print("README.md: wrote the tables.")
+
+
+def load(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The results in a folder, by benchmark, in the order of their files' names; none if there is no folder."""
+    results: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            results.setdefault(data["benchmark"], []).append(data)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path.name} holds no benchmark's results: {error!r}") from error
+    return results
+
+
+def render(text: str, results: Mapping[str, Sequence[Row]]) -> str:
+    """The README with its tables."""
+
+    def place(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in TABLES:
+            raise ValueError(f"the README has a place for {name!r}; there are {', '.join(TABLES)}")
+        tables = [f"{heading(data)}\n\n{TABLES[name](data['rows'])}" for data in results.get(name, ())]
+        command = f"python -m examples.benchmarks.{name} --json=examples/benchmarks/results/{name}.json"
+        body = "\n\n".join(tables) or f"No results kept yet. To measure:\n`{command}`"
+        return f"<!-- {name} -->\n{body}\n<!-- /{name} -->"
+
+    return re.sub(r"<!-- (?P<name>\w+) -->\n.*?<!-- /(?P=name) -->", place, text, flags=re.DOTALL)
+
+
+def heading(data: Row) -> str:
+    """Where and when something was measured."""
+    return f"Measured on {data['device']}, JAX {data['versions']['jax']}, {data['date']}:"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; all columns but the first are numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def trace_cost(rows: Sequence[Row]) -> str:
+    """What a trace and a call cost at each depth."""
+    header = ("layers", "JAX: trace, lower, compile", "dynaflow's own work", "share", "call by hand", "call", "ratio")
+    cells = []
+    for row in rows:
+        jax_s = row["jax_trace_s"] + row["jax_lower_s"] + row["jax_compile_s"]
+        by_hand, ours = row["by_hand_us"], row["ours_us"]
+        cells.append(
+            (
+                row["case"].removeprefix("layers-"),
+                f"{jax_s:.2f} s",
+                f"{row['own_share'] * jax_s:.2f} s",
+                f"{row['own_share']:.0%}",
+                f"{by_hand / 1e3:.2f} ms",
+                f"{ours / 1e3:.2f} ms",
+                f"{ours / by_hand:.3f}",
+            )
+        )
+    return table(header, cells)
+
+
+def one_gpu(rows: Sequence[Row]) -> str:
+    """Dispatched plans against the best that XLA does with the same function."""
+    header = ("case", "XLA's best", "which", "dispatched", "times as fast", "one half alone", "same bits")
+    cells = []
+    for row in rows:
+        best, ours, limit = row["best_xla_us"], row["ours_us"], row["limit_us"]
+        ratio = f"{best / ours:.2f}"
+        same = "yes" if row["equal"] else "no"
+        cells.append((row["case"], f"{best:.0f} µs", row["best_xla"], f"{ours:.0f} µs", ratio, f"{limit:.0f} µs", same))
+    return table(header, cells)
+
+
+TABLES: dict[str, Callable[[Sequence[Row]], str]] = {"trace_cost": trace_cost, "one_gpu": one_gpu}
+
+if __name__ == "__main__":
+    app.run(main)
