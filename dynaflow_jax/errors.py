@@ -1,5 +1,15 @@
 """The errors of the library: each message names the culprit and the way out."""
 
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import warnings
+
+import jax
+
 
 class DynaFlowError(Exception):
     """Base class of every error that this library raises on purpose."""
@@ -31,3 +41,19 @@ class PlanError(DynaFlowError):
 
 class DispatchWarning(UserWarning):
     """A plan that was to be dispatched runs as one XLA program instead."""
+
+
+# Where frames between the user's line and ours may come from.
+_LIBRARIES = (
+    *(os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, str(jax.__file__))),
+    contextlib.__file__,
+    functools.__file__,
+)
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warns of the line of the user's code that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

@@ -6,22 +6,16 @@ one label that outside work separates become several operators.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import heapq
-import os
-import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-
 from dynaflow_jax import compat, cost
 from dynaflow_jax.annotate import Rules, SplitModule
-from dynaflow_jax.errors import RuleError, RuleWarning
+from dynaflow_jax.errors import RuleError, RuleWarning, warn_user
 from dynaflow_jax.inline import DRAWS, Flat, Node, Place
 from dynaflow_jax.program import Program
 
@@ -199,7 +193,6 @@ def cut(flat: Flat, rules: Rules, ridge: float, *, warn: bool = True) -> OpGraph
 
 
 def _warn_unused(rules: Rules, used: Counter[int], flat: Flat) -> None:
-    level = _callers_level()
     places = ", ".join(call.where for call in flat.unopened)
     inside = f" It may lie inside {places}, which cannot be scheduled." if places else ""
     for index, rule in enumerate(rules.atoms):
@@ -209,35 +202,15 @@ def _warn_unused(rules: Rules, used: Counter[int], flat: Flat) -> None:
                 if isinstance(rule, SplitModule)
                 else "no primitive, jitted function or scope has that name (wrap a plain function in df.mark)"
             )
-            warnings.warn(f"{rule!r} matched nothing: {hint}.{inside}", RuleWarning, stacklevel=level)
+            warn_user(f"{rule!r} matched nothing: {hint}.{inside}", RuleWarning)
     for sequence in rules.sequences:
         names = ", ".join(repr(rules.atoms[i]) for i in sequence)
         if all(used[i] for i in sequence) and not used[~sequence[0]]:
-            warnings.warn(f"The rule ({names}) matched no neighbours.", RuleWarning, stacklevel=level)
+            warn_user(f"The rule ({names}) matched no neighbours.", RuleWarning)
     for call in flat.unopened:
         if call.marks:
             names = ", ".join(map(repr, call.marks))
-            warnings.warn(
-                f"The marks {names} inside {call.where} have no effect: it runs as one operator.",
-                RuleWarning,
-                stacklevel=level,
-            )
-
-
-# Where frames between the user's line and ours may come from.
-_LIBRARIES = (
-    *(os.path.dirname(str(module.__file__)) + os.sep for module in (compat, jax)),
-    contextlib.__file__,
-    functools.__file__,
-)
-
-
-def _callers_level() -> int:
-    """The ``stacklevel`` at which the caller of ``_warn_unused`` warns of the user's own line."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame, level = frame.f_back, level + 1
-    return level
+            warn_user(f"The marks {names} inside {call.where} have no effect: it runs as one operator.", RuleWarning)
 
 
 class _Cutter:

@@ -8,7 +8,6 @@ import inspect
 import numbers
 import operator
 import threading
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +25,7 @@ from dynaflow_jax.batch import split as batch_split
 from dynaflow_jax.batch.proof import Analysis, MixingSite, analyse
 from dynaflow_jax.batch.region import Region, Variant
 from dynaflow_jax.batch.state import Rows
-from dynaflow_jax.errors import BatchMixingError, DispatchWarning, DynaFlowError, SplitError
+from dynaflow_jax.errors import BatchMixingError, DispatchWarning, DynaFlowError, SplitError, warn_user
 from dynaflow_jax.graph import OpGraph, cut
 from dynaflow_jax.inline import Flat, inline, with_twins
 from dynaflow_jax.lowering import dispatch, xla
@@ -618,7 +617,7 @@ class Resolved:
             binder = Binder(work, where, compat.device_ordinals())
             binder.rehearse()
         except Exception as error:  # whatever it is, there is another way
-            warnings.warn(f"{flow!r} is not dispatched but lowered to XLA: {error}", DispatchWarning, stacklevel=5)
+            warn_user(f"{flow!r} is not dispatched but lowered to XLA: {error}", DispatchWarning)
             return None
         flow.own(binder)
         return binder

@@ -17,8 +17,8 @@ class NanoFlow(OpScheduler):
     """
 
     def __init__(self, micro_batches: int = 2, min_rows: int = 1):
-        if micro_batches < 1 or min_rows < 1:
-            raise ValueError(f"NanoFlow needs positive numbers, not {micro_batches=} and {min_rows=}.")
+        if any(type(number) is not int or number < 1 for number in (micro_batches, min_rows)):
+            raise ValueError(f"NanoFlow needs positive whole numbers, not {micro_batches=} and {min_rows=}.")
         self.micro_batches = micro_batches
         self.min_rows = min_rows
 
