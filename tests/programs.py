@@ -665,13 +665,14 @@ class Drawing:
         ]
 
     def instr(self, env: list[Meta], depth: int, closed: bool) -> Instr:
-        kinds = ["one", "two", "two", "along", "gemm", "bmm", "shape", "where", "cast", "vmap"]
+        kinds = ["one", "one", "two", "two", "gemm", "bmm", "where", "cast", "vmap"]
+        kinds += ["along"] * 4 + ["shape"] * 3
         if not closed:
             kinds += ["gemm", "gemm", "flat_gemm", "take"]
         if not self.differentiable:
             kinds += ["pick", "one_hot", "position"]
         if depth:
-            kinds += ["mark"] * 5 + ["block", "block", "scan", "scan", "cond", "while"]
+            kinds += ["mark"] * 8 + ["block"] * 2 + ["scan"] * 3 + ["cond", "while"]
         return getattr(self, f"_{self.choose(kinds)}")(env, depth)
 
     def _one_name(self, x: Meta) -> str:
@@ -720,7 +721,7 @@ class Drawing:
         else:
             names = ["sum", "cumsum", "flip"]
             names += [] if self.differentiable else ["sort", "argmax", "max"]
-            names += ["mean", "softmax", "norm", "softmax"] if self.smooth else []
+            names += ["mean", "softmax", "norm"] * 2 if self.smooth else []
         return Instr("along", (i,), (self.choose(names), self.choose(x.others)))
 
     def _gemm(self, env, depth):
@@ -824,7 +825,10 @@ class Drawing:
         good = [i for i, m in enumerate(env) if i and m.shape == carry.shape and m.dtype == carry.dtype]
         last = self.choose([i for i in good if i > len(rest)] or good or [0])
         # The result must depend on the carry, and be the last value.
-        return (*body, Instr("two", (last, 0), (self.choose(["add", "sub", "max"]),)))
+        end = Instr("two", (last, 0), (self.choose(["add", "sub", "max"]),))
+        if self.draw(st.booleans()):
+            end = Instr("block", (), ("mark", self.choose(NAMES), ()), ((end,),))
+        return (*body, end)
 
     def _scan(self, env, depth):
         i = self.pick(env, lambda meta: meta.dtype != "bool" and meta.axis is not None)
@@ -917,7 +921,7 @@ def programs(draw, *, differentiable: bool = False, outputs: str = "any", size: 
     if not differentiable:
         weights += [Input(Meta((), "bool"), 1), Input(Meta((), "int32"), 3)]
     env = [each.meta for each in (*inputs, *weights)]
-    body, env = drawing.body(env, draw(st.integers(1, size)), depth, closed=False)
+    body, env = drawing.body(env, draw(st.integers(2, size)), depth, closed=False)
     start = len(inputs) + len(weights)
     if not any(meta.axis is not None for meta in env[start:]):
         body = (*body, Instr("one", (0,), ("neg",)))
@@ -1084,13 +1088,10 @@ class RandomSchedule(df.OpScheduler):
 
 
 @st.composite
-def schedules(draw, rows: int | None = None, *, replace: bool = True) -> RandomSchedule:
+def schedules(draw, *, replace: bool = True) -> RandomSchedule:
     """Random schedules, of batches of up to `ROWS_AT_MOST` rows."""
-    if rows is None:
-        sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda s: sum(s) <= ROWS_AT_MOST))
-    else:
-        cuts = sorted(draw(st.lists(st.integers(1, rows - 1), max_size=2, unique=True))) if rows > 1 else []
-        sizes = np.diff([0, *cuts, rows]).tolist()
+    count = draw(st.sampled_from([2, 3, 2, 3, 1]))
+    sizes = draw(st.lists(st.integers(1, 3), min_size=count, max_size=count).filter(lambda s: sum(s) <= ROWS_AT_MOST))
     tape = draw(st.lists(st.integers(0, 11), min_size=1, max_size=24))
     return RandomSchedule(tuple(sizes), tuple(tape), replace)
 

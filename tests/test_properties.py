@@ -442,7 +442,7 @@ def random_programs(draw):
     return fun, axis, width, typed
 
 
-@cases(200)
+@cases(150)
 @given(random_programs(), schedules())
 def test_random_draws_are_those_of_the_whole_batch(drawn, schedule):
     fun, axis, width, typed = drawn
