@@ -346,7 +346,7 @@ def _argument_name(parameters: Sequence[str], path: Any) -> str:
     which, *rest = path
     if which.idx == 0 and rest:
         index, *rest = rest
-        name = parameters[index.idx] if index.idx < len(parameters) else f"argument {index.idx}"
+        name = str(parameters[index.idx]) if index.idx < len(parameters) else f"argument {index.idx}"
     elif rest:
         index, *rest = rest
         name = str(index.key)

@@ -83,7 +83,7 @@ def _checked(want: Any, name: str) -> Any:
     if want is None or callable(want) or (isinstance(want, str) and want in ("mean", "sum")):
         return want
     try:
-        return operator.index(None if isinstance(want, bool) else want)
+        return operator.index(None if isinstance(want, bool) else want)  # pyright: ignore[reportArgumentType]
     except TypeError:
         raise SplitError(f"out_axes gives {name} {want!r}; it takes an axis, 'mean', 'sum' or a function.") from None
 

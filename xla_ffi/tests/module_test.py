@@ -33,7 +33,9 @@ def span(space, index, offset, size):
 
 
 def command(kind, stream, name, target=0, reads=(), writes=()):
-    return struct.pack("<BI", kind, stream) + string(name) + struct.pack("<I", target) + listing(reads) + listing(writes)
+    return (
+        struct.pack("<BI", kind, stream) + string(name) + struct.pack("<I", target) + listing(reads) + listing(writes)
+    )
 
 
 def program(*, streams=1, events=0, partitions=0, inputs=(), outputs=(), commands=()):
@@ -198,7 +200,7 @@ def test_overlaps_are_refused_or_ordered():
         partitions=2,
         commands=[command(LAUNCH, 0, "write", 0, writes=[at]), command(LAUNCH, 1, "read", 1, reads=[at])],
     )
-    with pytest.raises(_dispatch.DispatchError, match="operator 'write'.*operator 'read'.*nothing orders them"):
+    with pytest.raises(_dispatch.DispatchError, match=r"operator 'write'.*operator 'read'.*nothing orders them"):
         _dispatch.check_program(blob)
     _dispatch.check_program(_dispatch.order_overlaps(blob))
     with pytest.raises(_dispatch.DispatchError, match="truncated"):
