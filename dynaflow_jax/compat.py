@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 # Private, and with no public counterpart in any supported version: the name stack of an equation, the context that
@@ -389,16 +390,19 @@ def device_ordinals() -> list[int]:
     """The ordinals of the devices that a program traced here may run on: those of the mesh, or the default one."""
     if jax.sharding.get_abstract_mesh().empty:
         chosen = jax.config.values["jax_default_device"]
-        return [_ordinal(chosen if hasattr(chosen, "device_kind") else jax.local_devices()[0])]
-    return [_ordinal(device) for device in jax.local_devices()]
+        return [ordinal(chosen if hasattr(chosen, "device_kind") else jax.local_devices()[0])]
+    return [ordinal(device) for device in jax.local_devices()]
 
 
-def local_device(ordinal: int) -> Any:
+def local_device(number: int) -> Any:
     """A device of this process by ordinal."""
-    return next(device for device in jax.local_devices() if _ordinal(device) == ordinal)
+    return next(device for device in jax.local_devices() if ordinal(device) == number)
 
 
-def _ordinal(device: Any) -> int:
+def ordinal(device: Any) -> int:
+    """A device's number in this process, as XLA's handlers are told it; ``None`` is the default device."""
+    if device is None:
+        return device_ordinals()[0]
     number = getattr(device, "local_hardware_id", None)
     return device.id if number is None else number
 
@@ -406,3 +410,10 @@ def _ordinal(device: Any) -> int:
 def scheduled_text(executable: Any) -> str:
     """The optimized HLO of a private client's executable, in the order of execution."""
     return executable.hlo_modules()[0].to_string()
+
+
+def address(value: Any) -> int:
+    """Where an array of one device lies in its memory; random keys lie where their bits do."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return value.addressable_shards[0].data.unsafe_buffer_pointer()

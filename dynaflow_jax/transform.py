@@ -194,6 +194,19 @@ class DynaFlow:
         resolved = self._resolve(args, kwargs)[0]
         return f"{resolved.region.graph.table()}\n\n{resolved.plan.show()}"
 
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Does ahead of the first call what a dispatched plan does at it: binds the plan to these arrays' addresses.
+
+        Without it the first call takes that long, as does one with weights at other addresses. Compiling is done when
+        the function is traced, in either case; a plan that is lowered to XLA has nothing more to prepare.
+
+        Args:
+          args: arrays, as for a call; those that are not split (weights) are expected where they are now.
+          kwargs: likewise.
+        """
+        resolved, call = self._resolve(args, kwargs)
+        resolved.prepare(call.leaves)
+
     def __repr__(self) -> str:
         return f"dynaflow({getattr(self.fun, '__name__', self.fun)}, scheduler={self.scheduler!r})"
 
@@ -621,6 +634,16 @@ class Resolved:
             return None
         flow.own(binder)
         return binder
+
+    def prepare(self, leaves: Sequence[Any]) -> None:
+        """Binds the plan to the addresses of these arrays, if it is dispatched."""
+        if self._binder is None:
+            return
+        values = [*self.constants, *leaves]
+        if not all(isinstance(value, jax.Array) and not compat.is_tracer(value) for value in values):
+            raise DynaFlowError(f"{self.flow!r}.prepare takes arrays of JAX's, whose addresses it asks for.")
+        (device,) = values[0].devices() if values else [None]
+        self._binder.bind(compat.ordinal(device), [compat.address(value) for value in values], [])
 
     def _dispatch(self, constants: list[Any], leaves: list[Any]) -> list[Any]:
         assert self._binder is not None

@@ -192,6 +192,17 @@ def test_a_plan_is_freed_with_its_function():
         extension.module.plan_stats(plan)
 
 
+def test_prepare():
+    flow = df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0), backend="dispatch")
+    flow.prepare(WS, X)
+    close(jax.jit(flow)(WS, X), model(WS, X))
+    (resolved,) = flow._cache.values()
+    assert extension.module.plan_stats(resolved._binder.plan)["misses"] == 0
+    with pytest.raises(df.DynaFlowError, match="prepare takes arrays"):
+        flow.prepare(WS, np.asarray(X))
+    df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0)).prepare(WS, X)  # nothing to do
+
+
 def test_it_survives_cleared_caches():
     flow = df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0), backend="dispatch")
     run = jax.jit(flow)
