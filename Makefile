@@ -13,7 +13,7 @@ demo: $(VENV)/.demo            ## embed a text with a real model, as it is and s
 	$(RUN) -m examples.minilm $(FILE)
 
 test: lint types $(VENV)/.demo ## everything that CI checks
-	$(RUN) -m pytest -n $(JOBS) $(ARGS)
+	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-native:                   ## the executor's C++ tests: plain, and under the address and thread sanitizers
 	xla_ffi/test.sh

@@ -7,6 +7,7 @@ import functools
 import inspect
 import numbers
 import operator
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -86,7 +87,8 @@ def dynaflow(
         constraints on the arguments; not for arguments of a ``jit`` that leaves sharding to the compiler.
       backend: ``"xla"`` keeps order inside the program that XLA compiles; ``"dispatch"`` launches compiled operators on
         streams of their own, from one custom call (CUDA, and CPU threads as its twin); ``"auto"`` dispatches on CUDA
-        where the plan has several streams. What cannot be dispatched is lowered to XLA, with a warning.
+        where the plan has several streams. What cannot be dispatched is lowered to XLA, with a warning. The environment
+        variable ``DYNAFLOW_BACKEND`` says what ``"auto"`` means.
       unroll: how many iterations of a loop a strategy sees at once.
       context: anything hashable that the strategy should know: a phase, a load, a kind of hardware.
 
@@ -103,6 +105,8 @@ def dynaflow(
         raise DynaFlowError(f"scheduler must be an OpScheduler or a Plan, not {scheduler!r}.")
     if rng not in ("exact", "per_micro_batch"):
         raise DynaFlowError(f"rng must be 'exact' or 'per_micro_batch', not {rng!r}.")
+    if backend == "auto":
+        backend = os.environ.get("DYNAFLOW_BACKEND", backend)
     if backend not in ("auto", "xla", "dispatch"):
         raise DynaFlowError(f"backend must be 'auto', 'xla' or 'dispatch', not {backend!r}.")
     for name, number in (("batch_shards", 1 if batch_shards is None else batch_shards), ("unroll", unroll)):
@@ -698,6 +702,10 @@ def _mixing_message(sites: Sequence[MixingSite], batch_size: int, size: int) -> 
         "Let the strategy's split return the whole batch, or, if every micro-batch may do this for itself, pass "
         f"allow_batch_mixing=({_names(sites[0])[0]!r},) to dynaflow."
     )
+    if size == 1:
+        lines.append(
+            "At one row JAX may trace other operations than at several: try micro-batches of at least two rows."
+        )
     return "\n".join(lines)
 
 

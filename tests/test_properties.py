@@ -4,6 +4,7 @@ The profile ``ci`` is what every test run does; ``HYPOTHESIS_PROFILE=long`` look
 printed as a program and a schedule, with a blob for ``@reproduce_failure``.
 """
 
+import contextlib
 import json
 
 import jax
@@ -46,6 +47,28 @@ def compiled(fun):
     return jax.jit(fun, compiler_options=FAST)
 
 
+@contextlib.contextmanager
+def refusals(schedule, rules=()):
+    """Passes over the programs that may be refused.
+
+    Rules of several members may cut through a dependency. And where an axis has size one JAX traces other equations:
+    it neither broadcasts along it nor, in the backward pass, sums. So a micro-batch of one row may have another program
+    than the batch, of which nothing is proven.
+    """
+    try:
+        yield
+    except RuleError:
+        if not any(isinstance(rule, tuple) for rule in rules):
+            raise
+    except df.BatchMixingError as error:
+        if 1 not in schedule.sizes or "depends on the batch size" not in str(error):
+            raise
+    else:
+        return
+    event("refused")
+    reject()
+
+
 def both(program: Program, flow, args):
     """What the scheduled function gives, and what the function itself does: in one compilation, which saves time."""
     return compiled(lambda *args: (flow(*args), program(*args)))(*args)
@@ -55,11 +78,8 @@ def both(program: Program, flow, args):
 @given(programs(), schedules(), rules())
 def test_results_are_those_of_the_unscheduled_program(program, schedule, rules):
     args = program.arguments(sum(schedule.sizes))
-    try:
+    with refusals(schedule, rules):
         got, want = both(program, flow_of(program, schedule, rules), args)
-    except RuleError:
-        assert any(isinstance(rule, tuple) for rule in rules)
-        reject()
     check_same(program, got, want)
 
 
@@ -122,12 +142,11 @@ def test_a_masked_mean_is_weighted_by_what_is_masked(schedule, width, in_loop, m
 @given(programs(size=4), schedules(), rules())
 def test_plans_are_data(program, schedule, rules):
     """The same plan each time; through JSON the same plan again, which lowers to the same program."""
+    Replacement.registry.clear()
     args = program.arguments(sum(schedule.sizes))
     flow = flow_of(program, schedule, rules)
-    try:
+    with refusals(schedule, rules):
         plan = flow.plan(*args)
-    except RuleError:
-        reject()
     text = plan.to_json()
     functions = dict(Replacement.registry)
     again = flow_of(program, RandomSchedule(schedule.sizes, schedule.tape), rules).plan(*shapes(args))
@@ -263,10 +282,8 @@ def test_gradient_of_a_scheduled_function(program, schedule, rules, closed):
     fun = total_of(program)
     options = {"scheduler": schedule, "rules": rules, "out_axes": "sum"}
     flow = df.dynaflow(fun, batch_axes=program.batch_axes, **options)
-    try:
+    with refusals(schedule, rules):
         flow.plan(*args)
-    except RuleError:
-        reject()
     if closed:  # what is differentiated is closed over
 
         def flow(weights, inputs):
@@ -287,10 +304,8 @@ def test_schedule_of_a_gradient(program, schedule, rules):
     grad = jax.value_and_grad(total_of(program), (0, 1))
     axes = program.batch_axes
     flow = df.dynaflow(grad, scheduler=schedule, rules=rules, batch_axes=axes, out_axes=("sum", ("sum", None)))
-    try:
+    with refusals(schedule, rules):
         got, want = both(grad, flow, args)
-    except RuleError:
-        reject()
     check_gradients(got, want, exact=True)
 
 
@@ -300,7 +315,8 @@ def test_schedule_of_the_gradient_of_a_mean(program, schedule):
     args = program.arguments(sum(schedule.sizes))
     grad = jax.value_and_grad(total_of(program))
     flow = df.dynaflow(grad, scheduler=schedule, batch_axes=program.batch_axes, out_axes="mean")
-    got, want = both(grad, flow, args)
+    with refusals(schedule):
+        got, want = both(grad, flow, args)
     check_gradients(got, want, exact=False)
     # With respect to the rows it says 1/n, of another n in a micro-batch: refused, unless it is zero.
     rows = jax.value_and_grad(total_of(program), (0, 1))

