@@ -203,6 +203,17 @@ def test_prepare():
     df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0)).prepare(WS, X)  # nothing to do
 
 
+def test_the_environment_says_what_auto_means(monkeypatch):
+    monkeypatch.setenv("DYNAFLOW_BACKEND", "dispatch")
+    flow = df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0))
+    close(flow(WS, X), model(WS, X))
+    (resolved,) = flow._cache.values()
+    assert extension.module.plan_stats(resolved._binder.plan)["runs"] == 1
+    monkeypatch.setenv("DYNAFLOW_BACKEND", "fastest")
+    with pytest.raises(df.DynaFlowError, match="not 'fastest'"):
+        df.dynaflow(model, scheduler=Streams(4, 4))
+
+
 def test_it_survives_cleared_caches():
     flow = df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0), backend="dispatch")
     run = jax.jit(flow)

@@ -6,8 +6,6 @@ Contenders take turns in one process; medians. XLA's best of: the whole batch, t
 command buffers on, off or concurrent.
 """
 
-import datetime
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +17,7 @@ import numpy as np
 from absl import app, flags
 
 import dynaflow_jax as df
+from examples.benchmarks.keep import keep
 
 _JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
 
@@ -54,16 +53,7 @@ def main(argv: Sequence[str]) -> None:
     rows = []
     for batch, width, depth in ((64, 1024, 16), (256, 1024, 16), (1024, 1024, 16), (256, 4096, 8), (4096, 4096, 8)):
         rows.append(measure(batch, width, depth))
-    if _JSON.value:
-        data = {
-            "benchmark": "one_gpu",
-            "device": jax.devices()[0].device_kind,
-            "versions": {"jax": jax.__version__, "dynaflow_jax": df.__version__},
-            "date": datetime.date.today().isoformat(),
-            "rows": rows,
-        }
-        with open(_JSON.value, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
+    keep(_JSON.value, "one_gpu", rows)
 
 
 def measure(batch: int, width: int, depth: int) -> dict[str, Any]:

@@ -7,8 +7,6 @@ cutting, scheduling, emitting) beside JAX's trace, lowering and compilation of t
 of a call against a jitted function that splits the batch by hand in the same way.
 """
 
-import datetime
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +17,7 @@ import jax.numpy as jnp
 from absl import app, flags
 
 import dynaflow_jax as df
+from examples.benchmarks.keep import keep
 from examples.benchmarks.llama import Config, Llama
 
 _LAYERS = flags.DEFINE_list("layers", ["8", "16", "32", "64"], "Depths of the model.")
@@ -36,16 +35,7 @@ def main(argv: Sequence[str]) -> None:
     print("           JAX's own            dynaflow's share                              calls")
     print("layers   trace  compile     trace  lower   compile    own work / JAX      by hand   dynaflow   ratio")
     rows = [measure(int(layers)) for layers in _LAYERS.value]
-    if _JSON.value:
-        data = {
-            "benchmark": "trace_cost",
-            "device": jax.devices()[0].device_kind,
-            "versions": {"jax": jax.__version__, "dynaflow_jax": df.__version__},
-            "date": datetime.date.today().isoformat(),
-            "rows": rows,
-        }
-        with open(_JSON.value, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
+    keep(_JSON.value, "trace_cost", rows)
 
 
 def measure(layers: int) -> dict[str, Any]:
