@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import ctypes
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,13 +44,14 @@ class Binder:
         self.devices = devices
         self.platform = platform
         self.plan = extension.module.create_plan(self.bind, capacity)
+        self._free = extension.module.free_plan
         self._moving = list(work.moving)
         self._seen: dict[int, list[Sequence[int]]] = {}  # addresses of earlier bindings, by device
         self._executables: dict[tuple[int, int], Any] = {}
 
     def close(self) -> None:
         """Frees the plan; runs under way finish first."""
-        extension.module.free_plan(self.plan)
+        self._free(self.plan)
 
     def bind(self, device: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
         """Adds a program for a device and the addresses of its inputs; the executor calls this when it has none."""
@@ -113,22 +116,16 @@ def _check_capturable(text: str, name: str) -> None:
             raise DynaFlowError(f"{name} cannot be captured: XLA moved a {found[1]} out of the capture.")
 
 
-class _naming:
+@contextlib.contextmanager
+def _naming(partition: Partition, doing: str) -> Iterator[None]:
     """Adds the operator's name to what goes wrong."""
-
-    def __init__(self, partition: Partition, doing: str):
-        self.partition = partition
-        self.doing = doing
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception):
-            raise DynaFlowError(f"{self.partition.name} could not be {self.doing}: {error}") from error
+    try:
+        yield
+    except Exception as error:
+        raise DynaFlowError(f"{partition.name} could not be {doing}: {error}") from error
 
 
-class _Binding:
+class _Binding(abc.ABC):
     """One program under construction: addresses of all values, and the commands."""
 
     def __init__(self, binder: Binder, device: int, inputs: Sequence[int] | None):
@@ -148,13 +145,17 @@ class _Binding:
             elif value.constant is not None:
                 self.address[i] = self.place(value)
 
+    @abc.abstractmethod
     def allocate(self, size: int) -> int:
         """Memory that lives as long as the program."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def place(self, value: Value) -> int:
         """Memory with a constant in it."""
-        raise NotImplementedError
+
+    @abc.abstractmethod
+    def add(self) -> None:
+        """Completes the program and hands it to the executor."""
 
     def view(self, client: private.Client, value: Value, address: int) -> Any:
         """A value in memory as a buffer of a private client."""
