@@ -1,5 +1,8 @@
 #include "xla_ffi/capture.h"
 
+#include <algorithm>
+#include <utility>
+
 namespace dynaflow {
 namespace {
 
@@ -16,10 +19,17 @@ Captures& Captures::Global() {
   return captures;
 }
 
-Status Captures::Begin(const cuda::Driver& driver, cuda::Stream stream, int64_t id,
-                       std::span<void* const> inputs) {
+Status Captures::Expect(int64_t id) {
   std::lock_guard lock(mutex_);
   if (entries_.contains(id)) return FailedPrecondition("capture ", id, " exists already");
+  expected_ = id;
+  return {};
+}
+
+Status Captures::Begin(const cuda::Driver& driver, cuda::Stream stream, std::span<void* const> inputs) {
+  std::lock_guard lock(mutex_);
+  if (!expected_) return FailedPrecondition("a capture begins that nobody expects");
+  const int64_t id = *std::exchange(expected_, std::nullopt);
   // Relaxed: other threads, XLA's own among them, go on allocating and launching meanwhile.
   DYNAFLOW_RETURN_IF_ERROR(
       driver.Check(driver.StreamBeginCapture(stream, cuda::kCaptureRelaxed), "StreamBeginCapture")
@@ -30,20 +40,18 @@ Status Captures::Begin(const cuda::Driver& driver, cuda::Stream stream, int64_t 
   return {};
 }
 
-Status Captures::End(const cuda::Driver& driver, cuda::Stream stream, int64_t id,
-                     std::span<void* const> outputs) {
+Status Captures::End(const cuda::Driver& driver, cuda::Stream stream, std::span<void* const> outputs) {
   std::lock_guard lock(mutex_);
-  const auto it = entries_.find(id);
-  if (it == entries_.end()) return FailedPrecondition("capture ", id, " ends but was not begun");
-  Entry& entry = it->second;
-  if (entry.stream == nullptr) return FailedPrecondition("capture ", id, " ends a second time");
-  if (entry.stream != stream)
-    return FailedPrecondition("capture ", id, " ends on another stream than it began on");
+  const auto it = std::find_if(entries_.begin(), entries_.end(),
+                               [&](const auto& entry) { return entry.second.stream == stream; });
+  if (it == entries_.end()) return FailedPrecondition("a capture ends that was not begun on this stream");
+  auto& [id, entry] = *it;
   cuda::Graph graph = nullptr;
   const Status ended = driver.Check(driver.StreamEndCapture(stream, &graph), "StreamEndCapture");
   if (!ended.ok()) {
+    const Status named = ended.Within([&, number = id] { return StrCat("capture ", number); });
     entries_.erase(it);
-    return ended.Within([&] { return StrCat("capture ", id); });
+    return named;
   }
   entry.stream = nullptr;
   entry.capture->graph = cuda::OwnedGraph(graph, {&driver});
@@ -61,6 +69,10 @@ Result<std::shared_ptr<const Capture>> Captures::Find(int64_t id) const {
 
 Status Captures::Free(int64_t id) {
   std::lock_guard lock(mutex_);
+  if (expected_ == id) {
+    expected_.reset();
+    return {};
+  }
   const auto it = entries_.find(id);
   if (it == entries_.end()) return NotFound("no capture ", id, " to free");
   const Entry entry = std::move(it->second);

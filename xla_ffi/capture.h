@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <unordered_map>
 #include <vector>
@@ -28,14 +29,19 @@ class Captures {
  public:
   static Captures& Global();
 
-  Status Begin(const cuda::Driver& driver, cuda::Stream stream, int64_t id, std::span<void* const> inputs);
-  Status End(const cuda::Driver& driver, cuda::Stream stream, int64_t id, std::span<void* const> outputs);
+  // The id of the next capture to begin. It is told here, and not by the module that is about to run, so that
+  // one module can be captured many times: at each layer's weights, say. One capture at a time is the caller's
+  // to see to.
+  Status Expect(int64_t id);
+  Status Begin(const cuda::Driver& driver, cuda::Stream stream, std::span<void* const> inputs);
+  // Ends the capture that is open on the stream.
+  Status End(const cuda::Driver& driver, cuda::Stream stream, std::span<void* const> outputs);
 
   // The finished capture.
   Result<std::shared_ptr<const Capture>> Find(int64_t id) const;
 
-  // Forgets a capture. One that is still open (its module failed half-way) is ended first, which gives XLA
-  // its stream back.
+  // Forgets a capture, or that one was expected. One that is still open (its module failed half-way) is ended
+  // first, which gives XLA its stream back.
   Status Free(int64_t id);
   void Clear();
 
@@ -47,6 +53,7 @@ class Captures {
   };
 
   mutable std::mutex mutex_;
+  std::optional<int64_t> expected_;
   std::unordered_map<int64_t, Entry> entries_;
 };
 

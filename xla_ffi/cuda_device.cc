@@ -13,15 +13,20 @@ namespace {
 
 using cuda::OwnedEvent;
 
+constexpr int kFirst = -1000;  // a priority; the driver takes the highest that there is
+
 Result<OwnedEvent> MakeEvent(const cuda::Driver& driver) {
   cuda::Event event = nullptr;
   DYNAFLOW_CUDA(driver, EventCreate, &event, cuda::kEventDisableTiming);
   return OwnedEvent(event, {&driver});
 }
 
-bool CopiesToPeers(const Program& program) {
-  return std::any_of(program.commands.begin(), program.commands.end(),
-                     [](const Command& c) { return c.kind == CommandKind::kCopy && c.target != 0; });
+// Which of the functions for flags the driver lacks; null if none.
+const char* MissingForFlags(const cuda::Driver& driver) {
+  if (!driver.StreamWriteValue) return "cuStreamWriteValue32_v2";
+  if (!driver.StreamWaitValue) return "cuStreamWaitValue32_v2";
+  if (!driver.AddMemOpNode) return "cuGraphAddBatchMemOpNode";
+  return nullptr;
 }
 
 // Where an error is not one command's own: the operators that may have caused it.
@@ -29,7 +34,7 @@ std::string Suspects(const Program& program) {
   constexpr size_t kShown = 8;
   std::vector<std::string> names;
   for (const Command& c : program.commands) {
-    if (c.kind > CommandKind::kCopy || std::find(names.begin(), names.end(), c.name) != names.end()) continue;
+    if (IsEvent(c) || std::find(names.begin(), names.end(), c.name) != names.end()) continue;
     names.push_back(c.name);
   }
   std::string list;
@@ -77,6 +82,13 @@ Result<std::unique_ptr<Device>> CudaDevice::Create(const cuda::Driver& driver, s
   for (size_t i = 0; i < program.streams.size(); ++i) {
     if (program.streams[i].device != 0) return Unimplemented(where, ": stream ", i, " is on another device");
   }
+  for (size_t i = 0; i < program.commands.size(); ++i) {
+    const char* missing = IsFlag(program.commands[i]) ? MissingForFlags(driver) : nullptr;
+    if (missing) {
+      return Unimplemented(where, ": ", Describe(program, i), " needs ", missing,
+                           ", which this CUDA driver lacks: 11.7 or later has it");
+    }
+  }
   std::unique_ptr<CudaDevice> device(new CudaDevice(driver, options));
   device->captures_ = std::move(captures);
   DYNAFLOW_RETURN_IF_ERROR(device->Prepare(ordinals, program).Within([&] { return where; }));
@@ -104,7 +116,6 @@ Status CudaDevice::Prepare(const std::vector<int>& ordinals, const Program& prog
   DYNAFLOW_RETURN_IF_ERROR(PreparePartitions(program));
   if (!options_.one_graph) why_not_one_graph_ = "not wanted";
   if (options_.blocking) why_not_one_graph_ = "blocking";
-  if (CopiesToPeers(program)) why_not_one_graph_ = "copies to other devices";
   return why_not_one_graph_.empty() ? Status() : InstantiatePartitions(program);
 }
 
@@ -131,18 +142,41 @@ Status CudaDevice::CreateStreams(const Program& program) {
 }
 
 Status CudaDevice::ConnectPeers(const Program& program) {
-  std::vector<bool> connected(program.num_devices);
-  for (const Command& c : program.commands) {
-    if (c.kind != CommandKind::kCopy || c.target == 0 || connected[c.target]) continue;
-    // Where peers cannot reach each other the driver stages the copy through the host, so only that is no
-    // error.
-    const int result = driver_.EnablePeerAccess(contexts_[c.target].get(), 0);
-    if (result != cuda::kErrorPeerAccessAlreadyEnabled && result != cuda::kErrorPeerAccessUnsupported) {
-      DYNAFLOW_RETURN_IF_ERROR(driver_.Check(result, "EnablePeerAccess"));
+  std::vector<bool> copied_to(program.num_devices), signalled(program.num_devices);
+  release_.resize(program.num_devices);
+  for (size_t i = 0; i < program.commands.size(); ++i) {
+    const Command& c = program.commands[i];
+    if (c.kind == CommandKind::kCopy && c.target != 0 && !copied_to[c.target]) {
+      DYNAFLOW_RETURN_IF_ERROR(ConnectPeer(c.target, /*must_reach=*/false));
+      copied_to[c.target] = true;
     }
-    connected[c.target] = true;
+    if (c.kind == CommandKind::kSignal && !signalled[c.target]) {
+      DYNAFLOW_RETURN_IF_ERROR(
+          ConnectPeer(c.target, /*must_reach=*/true).Within([&] { return Describe(program, i); }));
+      // Made now, since there may be nothing to make it of when it is needed; and in the peer's own context,
+      // since this device's may be what has failed.
+      const cuda::ScopedContext scope(driver_, contexts_[c.target].get());
+      DYNAFLOW_RETURN_IF_ERROR(scope.status());
+      cuda::Stream stream = nullptr;
+      DYNAFLOW_CUDA(driver_, StreamCreate, &stream, cuda::kStreamNonBlocking, kFirst);
+      release_[c.target] = cuda::OwnedStream(stream, {&driver_});
+      signalled[c.target] = true;
+    }
   }
   return {};
+}
+
+// Gives this device access to another one's memory. Where there is none to give, the driver stages copies
+// through the host; a flag it cannot set.
+Status CudaDevice::ConnectPeer(uint32_t device, bool must_reach) {
+  if (device == 0) return {};
+  const int result = driver_.EnablePeerAccess(contexts_[device].get(), 0);
+  if (result == cuda::kErrorPeerAccessAlreadyEnabled) return {};
+  if (result == cuda::kErrorPeerAccessUnsupported && !must_reach) return {};
+  return driver_.Check(result, "EnablePeerAccess").Within([&] {
+    return StrCat("device ", contexts_[0].device(), " cannot reach the memory of device ",
+                  contexts_[device].device());
+  });
 }
 
 // Finds the graph for each launch: the capture itself, or a version of it for the stream's priority or SMs.
@@ -220,6 +254,21 @@ std::string CudaDevice::Mode() const {
   return why_not_one_graph_.empty() ? "one graph" : StrCat("streams (", why_not_one_graph_, ")");
 }
 
+void CudaDevice::ReleasePeers(const Program& program) {
+  for (const Command& c : program.commands) {
+    if (c.kind != CommandKind::kSignal) continue;
+    const cuda::ScopedContext scope(driver_, contexts_[c.target].get());
+    // The run has failed already, and a device that cannot be reached waits for nothing any more.
+    if (scope.status().ok()) driver_.StreamWriteValue(release_[c.target].get(), c.writes[0].offset, 1, 0);
+  }
+}
+
+bool CudaDevice::Idle() const {
+  if (!has_run_) return true;
+  const cuda::ScopedContext scope(driver_, contexts_[0].get());
+  return !scope.status().ok() || driver_.EventQuery(done_->get()) != cuda::kErrorNotReady;
+}
+
 // A kernel's error shows up some time after its launch. Here at the latest.
 Status CudaDevice::CheckEarlierRuns(const Program& program) {
   if (!has_run_) return {};
@@ -291,6 +340,13 @@ Status CudaDevice::Issue(const Program& program, size_t command, const Call& cal
       break;
     case CommandKind::kWait:
       DYNAFLOW_CUDA(driver_, StreamWaitEvent, stream, events_[c.target].get(), 0);
+      break;
+    case CommandKind::kSignal:
+      DYNAFLOW_CUDA(driver_, StreamWriteValue, stream, c.writes[0].offset, 1, 0);
+      break;
+    case CommandKind::kAwait:
+      DYNAFLOW_CUDA(driver_, StreamWaitValue, stream, c.writes[0].offset, 1, cuda::kWaitValueGeq);
+      DYNAFLOW_CUDA(driver_, StreamWriteValue, stream, c.writes[0].offset, 0, 0);
       break;
   }
   if (options_.blocking) DYNAFLOW_CUDA(driver_, StreamSynchronize, stream);

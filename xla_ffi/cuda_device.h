@@ -33,6 +33,8 @@ class CudaDevice final : public Device {
 
   Status Run(const Program& program, const Call& call) override;
   std::string Mode() const override;
+  void ReleasePeers(const Program& program) override;
+  bool Idle() const override;
 
  private:
   struct Turn;
@@ -43,6 +45,7 @@ class CudaDevice final : public Device {
   Status Prepare(const std::vector<int>& ordinals, const Program& program);
   Status CreateStreams(const Program& program);
   Status ConnectPeers(const Program& program);
+  Status ConnectPeer(uint32_t device, bool must_reach);
   Status PreparePartitions(const Program& program);
   Status InstantiatePartitions(const Program& program);
 
@@ -60,10 +63,11 @@ class CudaDevice final : public Device {
   // Made in this order, destroyed in the opposite one.
   std::vector<cuda::OwnedGreenContext> green_contexts_;
   std::vector<cuda::OwnedStream> streams_;
-  std::vector<cuda::OwnedEvent> events_;      // the program's
-  std::vector<cuda::OwnedEvent> joins_;       // the end of each stream's work
-  cuda::OwnedEvent fork_;                     // the start of a run, on XLA's stream
-  std::shared_ptr<cuda::OwnedEvent> done_;    // the end of a run, likewise; the next in turn may wait for it
+  std::vector<cuda::OwnedStream> release_;  // of each device with a flag to set, in its own context; or null
+  std::vector<cuda::OwnedEvent> events_;    // the program's
+  std::vector<cuda::OwnedEvent> joins_;     // the end of each stream's work
+  cuda::OwnedEvent fork_;                   // the start of a run, on XLA's stream
+  std::shared_ptr<cuda::OwnedEvent> done_;  // the end of a run, likewise; the next in turn may wait for it
   std::vector<cuda::OwnedGraph> own_graphs_;  // captures changed for a stream's priority or SMs
   std::vector<cuda::Graph> graphs_;           // of each command that launches one
   std::vector<cuda::OwnedGraphExec> execs_;   // the same, ready to launch, unless all is one graph

@@ -55,6 +55,15 @@ Result<int> SmCount(const Driver& driver, int ordinal) {
   return count;
 }
 
+Status Synchronize(const Driver& driver, Stream stream) {
+  Context context = nullptr;
+  DYNAFLOW_CUDA(driver, StreamGetContext, stream, &context);
+  const ScopedContext scope(driver, context);
+  DYNAFLOW_RETURN_IF_ERROR(scope.status());
+  DYNAFLOW_CUDA(driver, StreamSynchronize, stream);
+  return {};
+}
+
 Result<int> DeviceOf(const Driver& driver, Stream stream) {
   Context context = nullptr;
   Device device = 0;

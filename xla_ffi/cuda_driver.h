@@ -63,6 +63,7 @@ enum NodeType : int {
   kNodeEmpty = 5,
   kNodeMemAlloc = 10,
   kNodeMemFree = 11,
+  kNodeBatchMemOp = 12,
   kNodeConditional = 13,
 };
 
@@ -88,6 +89,36 @@ struct LaunchAttribute {
   int id;
   char pad[4];
   LaunchAttributeValue value;
+};
+
+// An operation on 4 bytes of memory, in stream order.
+enum MemOpType : int {
+  kWaitValue32 = 1,
+  kWriteValue32 = 2,
+};
+inline constexpr unsigned kWaitValueGeq = 0;
+inline constexpr unsigned kMaxMemOps = 256;  // of one node
+
+union MemOp {
+  MemOpType type;
+  struct {  // the same for both types
+    MemOpType type;
+    DevicePtr address;
+    union {
+      uint32_t value;
+      uint64_t value64;
+    };
+    unsigned flags;
+    DevicePtr alias;
+  } on;
+  uint64_t pad[6];
+};
+
+struct MemOpNodeParams {
+  Context context;
+  unsigned count;
+  MemOp* ops;
+  unsigned flags;
 };
 
 struct LaunchConfig {
@@ -212,6 +243,12 @@ struct Resource {
   NEEDED(GraphLaunch, "cuGraphLaunch", GraphExec exec, Stream stream)                                       \
   EXTRA(GraphGetEdgesAndData, "cuGraphGetEdges_v2", Graph graph, GraphNode* from, GraphNode* to,            \
         uint64_t* data, size_t* count)                                                                      \
+  EXTRA(StreamWriteValue, "cuStreamWriteValue32_v2", Stream stream, DevicePtr address, uint32_t value,      \
+        unsigned flags)                                                                                     \
+  EXTRA(StreamWaitValue, "cuStreamWaitValue32_v2", Stream stream, DevicePtr address, uint32_t value,        \
+        unsigned flags)                                                                                     \
+  EXTRA(AddMemOpNode, "cuGraphAddBatchMemOpNode", GraphNode* node, Graph graph, const GraphNode* after,     \
+        size_t num_after, const MemOpNodeParams* params)                                                    \
   EXTRA(FunctionGetName, "cuFuncGetName", const char** name, Function function)                             \
   EXTRA(KernelGetFunction, "cuKernelGetFunction", Function* function, Kernel kernel)                        \
   EXTRA(DeviceGetResource, "cuDeviceGetDevResource", Device device, Resource* resource, int type)           \
@@ -302,6 +339,9 @@ class ScopedContext {
 };
 
 Result<int> SmCount(const Driver& driver, int ordinal);
+
+// Waits for all that has been enqueued on a stream, of whichever device.
+Status Synchronize(const Driver& driver, Stream stream);
 
 // The ordinal of the device that a stream belongs to.
 Result<int> DeviceOf(const Driver& driver, Stream stream);

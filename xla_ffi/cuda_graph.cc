@@ -24,6 +24,8 @@ const char* TypeName(NodeType type) {
       return "alloc";
     case kNodeMemFree:
       return "free";
+    case kNodeBatchMemOp:
+      return "batch memory operation";
     case kNodeConditional:
       return "conditional";
   }

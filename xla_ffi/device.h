@@ -1,21 +1,37 @@
 // What a program runs on.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
 
 #include "xla_ffi/program.h"
+#include "xla_ffi/shared_run.h"
 #include "xla_ffi/status.h"
 
 namespace dynaflow {
 
+inline constexpr double kDefaultTimeout = 60;
+inline constexpr double kMaxTimeout = 1e8;  // three years, which clocks can still add up
+
+inline std::chrono::nanoseconds Seconds(double seconds) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds));
+}
+
 // One call of a program: where XLA put its inputs and outputs this time.
 struct Call {
+  int device = 0;          // the ordinal of the device that calls
   void* stream = nullptr;  // CUDA: XLA's stream, which the program forks from and joins; host: unused
   std::span<void* const> inputs;
   std::span<void* const> outputs;
+  int64_t run_id = 0;                      // the calls of one run, from several devices, have the same
+  Status (*synchronize)(void*) = nullptr;  // waits for `stream`; null where the inputs are there already
+
+  // Set by the plan.
+  SharedRun* shared = nullptr;       // with the run's other devices; null for a device on its own
+  double timeout = kDefaultTimeout;  // how long to wait for another device, in seconds
 };
 
 // Where a range lies in this call.
@@ -42,6 +58,14 @@ class Device {
 
   // How it runs, for people.
   virtual std::string Mode() const = 0;
+
+  // After a run of this device has failed: sets every flag that it was to set, since other devices may wait
+  // for them on the device, where nobody can call them back. May have to be called again and again: a flag
+  // may be awaited several times. Not needed where waiting ends with SharedRun::Fail.
+  virtual void ReleasePeers(const Program&) {}
+
+  // Whether nothing of any earlier run is still under way.
+  virtual bool Idle() const { return true; }
 };
 
 }  // namespace dynaflow

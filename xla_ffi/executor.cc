@@ -43,6 +43,16 @@ Status Executor::Run(const Call& call) {
   return device_->Run(program_, call);
 }
 
+void Executor::ReleasePeers() {
+  std::lock_guard lock(running_);
+  device_->ReleasePeers(program_);
+}
+
+bool Executor::Idle() const {
+  std::lock_guard lock(running_);
+  return device_->Idle();
+}
+
 std::string Executor::Mode() const {
   std::lock_guard lock(running_);
   return device_->Mode();

@@ -28,6 +28,10 @@ class Executor {
   // Thread-safe: the runs of one program share its private pool, so they follow one another.
   Status Run(const Call& call);
 
+  // See Device.
+  void ReleasePeers();
+  bool Idle() const;
+
  private:
   Status CheckCall(const Call& call) const;
 

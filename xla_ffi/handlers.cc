@@ -57,65 +57,81 @@ Result<std::vector<void*>> Pointers(const ffi::RemainingRets& rets) {
   return pointers;
 }
 
-Status Dispatch(int64_t plan_id, int device, void* stream, const ffi::RemainingArgs& args,
-                const ffi::RemainingRets& rets) {
+// Completes the call with its buffers, and runs it.
+Status Dispatch(int64_t plan_id, Call call, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) {
   DYNAFLOW_ASSIGN(const auto plan, Registry::Global().Find(plan_id));
   DYNAFLOW_ASSIGN(const auto inputs, Pointers(args));
   DYNAFLOW_ASSIGN(const auto outputs, Pointers(rets));
-  return plan->Run(device, Call{.stream = stream, .inputs = inputs, .outputs = outputs});
+  call.inputs = inputs;
+  call.outputs = outputs;
+  return plan->Run(call);
 }
 
-Status DispatchCuda(cuda::Stream stream, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                    int64_t plan) {
+// The stream may belong to another device than the thread that waits here works for.
+Status SynchronizeCuda(void* stream) {
+  DYNAFLOW_ASSIGN(const cuda::Driver* driver, cuda::Driver::Get());
+  return cuda::Synchronize(*driver, static_cast<cuda::Stream>(stream));
+}
+
+Status DispatchCuda(cuda::Stream stream, ffi::RunId run, const ffi::RemainingArgs& args,
+                    const ffi::RemainingRets& rets, int64_t plan) {
   DYNAFLOW_ASSIGN(const cuda::Driver* driver, cuda::Driver::Get());
   DYNAFLOW_ASSIGN(const int device, cuda::DeviceOf(*driver, stream));
-  return Dispatch(plan, device, stream, args, rets);
+  const Call call{.device = device, .stream = stream, .run_id = run.run_id, .synchronize = &SynchronizeCuda};
+  return Dispatch(plan, call, args, rets);
 }
 
-Status CaptureBegin(cuda::Stream stream, const ffi::RemainingArgs& args, int64_t id) {
+Status CaptureBegin(cuda::Stream stream, const ffi::RemainingArgs& args) {
   DYNAFLOW_ASSIGN(const cuda::Driver* driver, cuda::Driver::Get());
   DYNAFLOW_ASSIGN(const auto inputs, Pointers(args));
-  return Captures::Global().Begin(*driver, stream, id, inputs);
+  return Captures::Global().Begin(*driver, stream, inputs);
 }
 
-Status CaptureEnd(cuda::Stream stream, const ffi::RemainingArgs& args, int64_t id) {
+Status CaptureEnd(cuda::Stream stream, const ffi::RemainingArgs& args) {
   DYNAFLOW_ASSIGN(const cuda::Driver* driver, cuda::Driver::Get());
   DYNAFLOW_ASSIGN(const auto outputs, Pointers(args));
-  return Captures::Global().End(*driver, stream, id, outputs);
+  return Captures::Global().End(*driver, stream, outputs);
 }
 
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     DynaflowDispatchCuda,
-    [](cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t plan) {
-      return ToFfi(DispatchCuda(stream, args, rets, plan));
+    [](cuda::Stream stream, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t plan) {
+      return ToFfi(DispatchCuda(stream, run, args, rets, plan));
     },
-    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>().RemainingArgs().RemainingRets().Attr<int64_t>(
-        "plan"));
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cuda::Stream>>()
+        .Ctx<ffi::RunId>()
+        .RemainingArgs()
+        .RemainingRets()
+        .Attr<int64_t>("plan"));
 
 // On the host XLA's thread waits: its buffers live as long as this call.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     DynaflowDispatchHost,
-    [](int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t plan) {
-      return ToFfi(Dispatch(plan, device, /*stream=*/nullptr, args, rets));
+    [](int32_t device, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t plan) {
+      return ToFfi(Dispatch(plan, {.device = device, .run_id = run.run_id}, args, rets));
     },
-    ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attr<int64_t>("plan"));
+    ffi::Ffi::Bind()
+        .Ctx<ffi::DeviceOrdinal>()
+        .Ctx<ffi::RunId>()
+        .RemainingArgs()
+        .RemainingRets()
+        .Attr<int64_t>("plan"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     DynaflowCaptureBegin,
-    [](cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets, int64_t id) {
-      return ToFfi(CaptureBegin(stream, args, id));
+    [](cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets) {
+      return ToFfi(CaptureBegin(stream, args));
     },
-    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>().RemainingArgs().RemainingRets().Attr<int64_t>(
-        "id"));
+    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>().RemainingArgs().RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     DynaflowCaptureEnd,
-    [](cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets, int64_t id) {
-      return ToFfi(CaptureEnd(stream, args, id));
+    [](cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets) {
+      return ToFfi(CaptureEnd(stream, args));
     },
-    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>().RemainingArgs().RemainingRets().Attr<int64_t>(
-        "id"));
+    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>().RemainingArgs().RemainingRets());
 
 }  // namespace dynaflow

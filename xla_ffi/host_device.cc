@@ -1,16 +1,21 @@
 #include "xla_ffi/host_device.h"
 
-#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <utility>
+
+#include "xla_ffi/host_flags.h"
 
 namespace dynaflow {
 
 // What the workers share during one run.
 struct HostDevice::RunState {
   RunState(const Program& program, const Call& call)
-      : program(program), call(call), recorded(program.num_events) {}
+      : program(program),
+        call(call),
+        shared(call.shared ? *call.shared : own),
+        recorded(program.num_events) {}
 
   void Record(uint32_t event) {
     {
@@ -23,26 +28,33 @@ struct HostDevice::RunState {
   // Returns at the record, or as soon as the run has failed.
   void Wait(uint32_t event) {
     std::unique_lock lock(mutex);
-    changed.wait(lock, [&] { return recorded[event] || failed; });
+    changed.wait(lock, [&] { return recorded[event] || shared.failed(); });
   }
 
-  void Fail(Status status) {
+  // Wakes this device's waiters after a failure, here or on another device. Whichever worker was to record
+  // what they wait for comes by here.
+  void Stop() {
     {
       std::lock_guard lock(mutex);
-      if (failed) return;  // the first error is the cause, later ones may be its consequences
-      error = std::move(status);
-      failed = true;
-    }
+    }  // not between a waiter's look and its sleep
     changed.notify_all();
+  }
+
+  Status Await(const Command& c) {
+    // Not from the run's start: the deadline is for the other device, not for what this one does before.
+    const auto deadline = std::chrono::steady_clock::now() + Seconds(call.timeout);
+    if (TakeFlag(Resolve(c.writes[0], call), [&] { return shared.failed(); }, deadline)) return {};
+    if (shared.failed()) return {};  // and the error is there already
+    return Internal("device ", c.target, " of the program did not answer within ", call.timeout, " s");
   }
 
   const Program& program;
   const Call& call;
+  SharedRun own;  // of a device that runs alone
+  SharedRun& shared;
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<bool> recorded;
-  std::atomic<bool> failed = false;
-  Status error;
 };
 
 Result<std::unique_ptr<Device>> HostDevice::Create(const Program& program,
@@ -82,7 +94,7 @@ Status HostDevice::Run(const Program& program, const Call& call) {
   changed_.notify_all();
   changed_.wait(lock, [&] { return working_ == 0; });
   run_ = nullptr;
-  return run.error;
+  return run.shared.status();
 }
 
 void HostDevice::Work(size_t stream) {
@@ -97,11 +109,16 @@ void HostDevice::Work(size_t stream) {
       run = run_;
     }
     const std::vector<Command>& commands = run->program.commands;
-    for (size_t i = 0; i < commands.size() && !run->failed; ++i) {
+    for (size_t i = 0; i < commands.size() && !run->shared.failed(); ++i) {
       if (commands[i].stream != stream) continue;
-      if (Status s = Execute(commands[i], *run); !s.ok())
-        run->Fail(s.Within([&] { return Describe(run->program, i); }));
+      if (Status s = Execute(commands[i], *run); !s.ok()) {
+        run->shared.Fail(s.Within([&] {
+          const std::string device = run->call.shared ? StrCat("device ", run->call.device, ": ") : "";
+          return device + Describe(run->program, i);
+        }));
+      }
     }
+    if (run->shared.failed()) run->Stop();
     {
       std::lock_guard lock(mutex_);
       --working_;
@@ -130,6 +147,11 @@ Status HostDevice::Execute(const Command& c, RunState& run) {
     case CommandKind::kWait:
       run.Wait(c.target);
       return {};
+    case CommandKind::kSignal:
+      SetFlag(Resolve(c.writes[0], run.call));
+      return {};
+    case CommandKind::kAwait:
+      return run.Await(c);
   }
   return Internal("unknown command");
 }

@@ -23,8 +23,8 @@ class HostDevice final : public Device {
                                                 std::vector<HostPartition> partitions);
   ~HostDevice() override;
 
-  // The first operator to fail ends the run: the others stop at their next command, and every waiter wakes
-  // up.
+  // The first operator to fail ends the run, on all of the devices that take part: the others stop at their
+  // next command, and every waiter wakes up.
   Status Run(const Program& program, const Call& call) override;
   std::string Mode() const override { return "threads"; }
 

@@ -2,11 +2,14 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -59,8 +62,14 @@ Status CallPython(const std::shared_ptr<nb::object>& function, const Args&... ar
     return {};
   } catch (nb::python_error& error) {
     const nb::object type = nb::borrow(error.type());
-    return Internal(nb::cast<std::string>(type.attr("__name__")), ": ",
-                    nb::cast<std::string>(nb::str(error.value())));
+    const std::string name = nb::cast<std::string>(type.attr("__name__"));
+    try {
+      return Internal(name, ": ", nb::cast<std::string>(nb::str(error.value())));
+    } catch (nb::python_error&) {
+      return Internal(name, ", which has no text");
+    }
+  } catch (const std::exception& error) {
+    return Internal(error.what());
   }
 }
 
@@ -84,14 +93,23 @@ Program DecodeChecked(const nb::bytes& blob, bool order_overlaps) {
   return program;
 }
 
-int64_t CreatePlan(nb::object on_miss, size_t capacity) {
+// What on_miss gets of each call: its device, and the addresses of its inputs and outputs.
+using Missed = std::vector<std::tuple<int, std::vector<uint64_t>, std::vector<uint64_t>>>;
+
+int64_t CreatePlan(nb::object on_miss, size_t capacity, size_t participants, double timeout_s) {
+  if (participants == 0) Raise(InvalidArgument("a plan has at least one participant"));
+  if (!(timeout_s > 0)) Raise(InvalidArgument("timeout_s is ", timeout_s, ", not above 0"));
   Plan::OnMiss callback;
   if (!on_miss.is_none()) {
-    callback = [held = Hold(std::move(on_miss))](int device, const Call& call) {
-      return CallPython(held, device, Addresses(call.inputs), Addresses(call.outputs));
+    callback = [held = Hold(std::move(on_miss))](std::span<const Call> calls) {
+      Missed missed;
+      for (const Call& call : calls)
+        missed.emplace_back(call.device, Addresses(call.inputs), Addresses(call.outputs));
+      return CallPython(held, missed);
     };
   }
-  return Registry::Global().Add(std::make_shared<Plan>(std::move(callback), capacity));
+  return Registry::Global().Add(
+      std::make_shared<Plan>(std::move(callback), capacity, participants, std::min(timeout_s, kMaxTimeout)));
 }
 
 void AddHostProgram(int64_t plan_id, int device, const nb::bytes& blob, const nb::list& functions,
@@ -124,11 +142,11 @@ void AddCudaProgram(int64_t plan_id, const std::vector<int>& devices, const nb::
 }
 
 void RunHost(int64_t plan_id, int device, const std::vector<uint64_t>& inputs,
-             const std::vector<uint64_t>& outputs) {
+             const std::vector<uint64_t>& outputs, int64_t run_id) {
   const auto in = Pointers(inputs), out = Pointers(outputs);
   const auto plan = ValueOrRaise(Registry::Global().Find(plan_id));
   nb::gil_scoped_release nogil;
-  Raise(plan->Run(device, Call{.inputs = in, .outputs = out}));
+  Raise(plan->Run(Call{.device = device, .inputs = in, .outputs = out, .run_id = run_id}));
 }
 
 nb::dict PlanStats(int64_t plan_id) {
@@ -147,6 +165,8 @@ nb::dict PlanStats(int64_t plan_id) {
   dict["runs"] = stats.runs;
   dict["misses"] = stats.misses;
   dict["evictions"] = stats.evictions;
+  dict["participants"] = stats.participants;
+  dict["broken"] = stats.broken;
   return dict;
 }
 
@@ -219,10 +239,13 @@ NB_MODULE(_dispatch, m) {
       },
       "program"_a, "The program with the events that its overlapping accesses need.");
 
-  m.def("create_plan", &CreatePlan, "on_miss"_a.none() = nb::none(), "capacity"_a = 4,
-        "A new plan without programs. on_miss(device, input_addresses, output_addresses) is called when a "
-        "call fits "
-        "none, and is to add one.");
+  m.def("create_plan", &CreatePlan, "on_miss"_a.none() = nb::none(), "capacity"_a = 4, "participants"_a = 1,
+        "timeout_s"_a = kDefaultTimeout,
+        "A new plan without programs, which `participants` devices call together in every run. "
+        "on_miss([(device, "
+        "input_addresses, output_addresses), ...]) gets all calls of a run that no programs fit, and is to "
+        "add one "
+        "for each.");
   m.def(
       "free_plan",
       [](int64_t id) {
@@ -237,9 +260,12 @@ NB_MODULE(_dispatch, m) {
   m.def("add_cuda_program", &AddCudaProgram, "plan"_a, "devices"_a, "program"_a, "order_overlaps"_a = false,
         "one_graph"_a = true, "blocking"_a = false, "keep_alive"_a.none() = nb::none(),
         "Adds a program whose partitions are captures, by id.");
-  m.def("run_host", &RunHost, "plan"_a, "device"_a, "inputs"_a, "outputs"_a,
+  m.def("run_host", &RunHost, "plan"_a, "device"_a, "inputs"_a, "outputs"_a, "run_id"_a = 0,
         "Runs a host plan without XLA, on memory at these addresses.");
 
+  m.def(
+      "expect_capture", [](int64_t id) { Raise(Captures::Global().Expect(id)); }, "id"_a,
+      "Says that the next capture to begin is this one.");
   m.def("capture_info", &CaptureInfo, "id"_a, "Addresses and nodes of a finished capture.");
   m.def(
       "free_capture", [](int64_t id) { Raise(Captures::Global().Free(id)); }, "id"_a,

@@ -129,7 +129,7 @@ class Reader {
 
 Command GetCommand(Reader& in) {
   Command c;
-  c.kind = in.GetEnum("command kind", CommandKind::kWait);
+  c.kind = in.GetEnum("command kind", CommandKind::kAwait);
   c.stream = in.Get<uint32_t>("command stream");
   c.name = in.GetString("operator name");
   c.target = in.Get<uint32_t>("command target");
@@ -200,6 +200,27 @@ Status CheckRange(const Program& p, const Range& r) {
   return {};
 }
 
+Status CheckFlag(const Program& p, const Command& c) {
+  const bool signal = c.kind == CommandKind::kSignal;
+  const char* what = signal ? "a signal" : "an await";
+  if (c.target >= p.num_devices)
+    return InvalidArgument(signal ? "signals device " : "awaits device ", c.target, " of ", p.num_devices);
+  if (!c.reads.empty()) return InvalidArgument(what, " reads no memory");
+  if (signal && c.writes.size() != 1)
+    return InvalidArgument("a signal writes one range, its flag, not ", c.writes.size());
+  if (c.writes.empty()) return InvalidArgument("an await writes its flag first, but writes nothing");
+  for (const Range& r : c.writes) {
+    // The peer that writes there knows nothing of this device's calls.
+    if (r.space != Space::kMemory) return InvalidArgument(what, " writes absolute addresses only");
+  }
+  const Range& flag = c.writes[0];
+  if (flag.bytes != kFlagBytes)
+    return InvalidArgument("the flag has ", flag.bytes, " bytes, not ", kFlagBytes);
+  if (flag.offset % kFlagBytes != 0)
+    return InvalidArgument("the flag's address is no multiple of ", kFlagBytes);
+  return {};
+}
+
 Status CheckCommand(const Program& p, const Command& c, std::vector<bool>& recorded) {
   if (c.stream >= p.streams.size()) return InvalidArgument("stream ", c.stream, " of ", p.streams.size());
   for (const auto* ranges : {&c.reads, &c.writes}) {
@@ -232,6 +253,9 @@ Status CheckCommand(const Program& p, const Command& c, std::vector<bool>& recor
         return InvalidArgument("waits for event ", c.target, ", which no earlier command records");
       }
       return {};
+    case CommandKind::kSignal:
+    case CommandKind::kAwait:
+      return CheckFlag(p, c);
   }
   return InvalidArgument("command kind ", static_cast<int>(c.kind));
 }

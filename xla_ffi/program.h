@@ -59,19 +59,39 @@ struct Output {
   bool operator==(const Output&) const = default;
 };
 
-enum class CommandKind : uint8_t { kLaunch = 0, kCopy = 1, kRecord = 2, kWait = 3 };
+enum class CommandKind : uint8_t {
+  kLaunch = 0,
+  kCopy = 1,
+  kRecord = 2,
+  kWait = 3,
+  kSignal =
+      4,       // sets a flag in a device's memory once all before it on its stream is done, and visible there
+  kAwait = 5,  // waits until a flag of the own memory is set, and clears it
+};
 
 struct Command {
   CommandKind kind = CommandKind::kLaunch;
   uint32_t stream = 0;
   std::string name;  // the operator, for whoever reads an error
 
-  uint32_t target = 0;  // kLaunch: the partition; kRecord, kWait: the event; kCopy: the device it writes to
+  // kLaunch: the partition; kRecord, kWait: the event; kCopy, kSignal: the device whose memory it writes;
+  // kAwait: the device that sets the flag.
+  uint32_t target = 0;
   std::vector<Range> reads;   // kCopy: exactly the source
-  std::vector<Range> writes;  // kCopy: exactly the destination
+  std::vector<Range> writes;  // kCopy: exactly the destination; kSignal: the flag; kAwait: the flag, and then
+                              // what peers have written by the time it is set
 
   bool operator==(const Command&) const = default;
 };
+
+// Whether the command is about the order of others only, and touches no memory.
+inline bool IsEvent(const Command& c) {
+  return c.kind == CommandKind::kRecord || c.kind == CommandKind::kWait;
+}
+// Whether the command is about a flag.
+inline bool IsFlag(const Command& c) {
+  return c.kind == CommandKind::kSignal || c.kind == CommandKind::kAwait;
+}
 
 struct Program {
   std::string name;
@@ -86,7 +106,8 @@ struct Program {
   bool operator==(const Program&) const = default;
 };
 
-inline constexpr uint32_t kProgramVersion = 1;
+inline constexpr uint32_t kProgramVersion = 2;
+inline constexpr uint64_t kFlagBytes = 4;
 inline constexpr uint32_t kMaxStreams = 64;  // a host stream is a thread
 
 // Fails with the field at fault for any bytes that Encode would not have written.
@@ -94,7 +115,7 @@ Result<Program> Decode(std::string_view bytes);
 std::string Encode(const Program& program);
 
 // What Decode checks beyond the format. In particular, an event is recorded once, and earlier in the list
-// than any wait for it: no program that passes can wait forever.
+// than any wait for it: of the programs that pass, only one that awaits a flag can wait forever.
 Status Validate(const Program& program);
 
 // The command's "operator 'attention' (command 3)".

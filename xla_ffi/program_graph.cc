@@ -17,6 +17,21 @@ Memcpy3D FlatCopy(DevicePtr dst, DevicePtr src, size_t bytes) {
   return copy;
 }
 
+// What the command does to its flag.
+void AppendMemOps(const Command& c, std::vector<MemOp>& ops) {
+  const auto append = [&](MemOpType type, uint32_t value) {
+    MemOp op{};
+    op.on = {type, c.writes[0].offset, {value}, /*flags: or kWaitValueGeq=*/0, 0};
+    ops.push_back(op);
+  };
+  if (c.kind == CommandKind::kSignal) {
+    append(kWriteValue32, 1);
+  } else {
+    append(kWaitValue32, 1);
+    append(kWriteValue32, 0);
+  }
+}
+
 }  // namespace
 
 Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context, const Program& program,
@@ -32,7 +47,9 @@ Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context, 
   // the moments in time that streams and events are about.
   using Nodes = std::vector<GraphNode>;
   std::vector<Nodes> tails(program.streams.size()), events(program.num_events);
-  for (size_t i = 0; i < program.commands.size(); ++i) {
+  size_t next = 0;
+  for (size_t i = 0; i < program.commands.size(); i = next) {
+    next = i + 1;
     const Command& c = program.commands[i];
     Nodes& tail = tails[c.stream];
     GraphNode node = nullptr;
@@ -62,6 +79,20 @@ Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context, 
           if (std::find(tail.begin(), tail.end(), done) == tail.end()) tail.push_back(done);
         }
         break;
+      case CommandKind::kSignal:
+      case CommandKind::kAwait: {
+        // Each node costs time of its own, so neighbours become one.
+        std::vector<MemOp> ops;
+        AppendMemOps(c, ops);
+        while (next < program.commands.size() && IsFlag(program.commands[next]) &&
+               program.commands[next].stream == c.stream && ops.size() + 2 <= kMaxMemOps) {
+          AppendMemOps(program.commands[next++], ops);
+        }
+        const MemOpNodeParams params{context, static_cast<unsigned>(ops.size()), ops.data(), 0};
+        added =
+            driver.Check(driver.AddMemOpNode(&node, raw, tail.data(), tail.size(), &params), "AddMemOpNode");
+        break;
+      }
     }
     DYNAFLOW_RETURN_IF_ERROR(added.Within([&] { return Describe(program, i); }));
     if (node) tail = {node};

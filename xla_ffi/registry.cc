@@ -1,47 +1,60 @@
 #include "xla_ffi/registry.h"
 
+#include <algorithm>
+#include <list>
 #include <utility>
 
 namespace dynaflow {
 
+Plan::Plan(OnMiss on_miss, size_t capacity, size_t participants, double timeout)
+    : on_miss_(std::move(on_miss)), timeout_(timeout), programs_(participants, capacity) {
+  stats_.participants = participants;
+  if (participants > 1) rendezvous_.emplace(participants, timeout);
+}
+
 void Plan::Add(int device, std::shared_ptr<Executor> executor) {
-  std::list<std::shared_ptr<Executor>> evicted;  // destroyed after the lock: that may wait for the device
+  std::list<ProgramSets::Set> gone;  // destroyed after the lock: that may wait for the device
   std::lock_guard lock(mutex_);
-  auto& list = programs_[device];
-  list.push_front(std::move(executor));
-  while (list.size() > capacity_) {
-    evicted.splice(evicted.end(), list, std::prev(list.end()));
-    ++stats_.evictions;
-  }
+  gone = programs_.Add(device, std::move(executor));
+  for (const auto& set : gone) stats_.evictions += set.size();
 }
 
-std::shared_ptr<Executor> Plan::Find(int device, const Call& call) {
+std::shared_ptr<Executor> Plan::Find(const Call& call) {
   std::lock_guard lock(mutex_);
-  auto& list = programs_[device];
-  for (auto it = list.begin(); it != list.end(); ++it) {
-    if (!(*it)->Matches(call)) continue;
-    list.splice(list.begin(), list, it);
-    return list.front();
-  }
-  return nullptr;
+  return programs_.Find(call);
 }
 
-Status Plan::Run(int device, const Call& call) {
-  std::shared_ptr<Executor> executor = Find(device, call);
+Status Plan::Run(Call call) {
+  call.timeout = timeout_;
+  if (!rendezvous_) return RunAlone(call);
+  return rendezvous_->Run(call, [this](std::span<const Call> calls) { return Prepare(calls); });
+}
+
+Status Plan::Miss(std::span<const Call> calls) {
+  {
+    std::list<ProgramSets::Set> gone;  // what an owner left that failed half-way
+    std::lock_guard lock(mutex_);
+    ++stats_.misses;
+    gone = programs_.DropIncomplete();
+  }
+  return on_miss_(calls);
+}
+
+Status Plan::RunAlone(const Call& call) {
+  std::shared_ptr<Executor> executor = Find(call);
   if (!executor) {
-    if (!on_miss_) return FailedPrecondition("the plan has no program for these inputs on device ", device);
+    if (!on_miss_)
+      return FailedPrecondition("the plan has no program for these inputs on device ", call.device);
     std::lock_guard lock(missing_);
-    executor = Find(device, call);  // another thread may have made it meanwhile
+    executor = Find(call);  // another thread may have made it meanwhile
     if (!executor) {
-      {
-        std::lock_guard stats_lock(mutex_);
-        ++stats_.misses;
-      }
-      DYNAFLOW_RETURN_IF_ERROR(on_miss_(device, call));
-      executor = Find(device, call);
+      DYNAFLOW_RETURN_IF_ERROR(Miss(std::span(&call, 1)));
+      executor = Find(call);
     }
-    if (!executor)
-      return FailedPrecondition("the program that was just added does not fit the call on device ", device);
+    if (!executor) {
+      return FailedPrecondition("the program that was just added does not fit the call on device ",
+                                call.device);
+    }
   }
   {
     std::lock_guard lock(mutex_);
@@ -50,19 +63,46 @@ Status Plan::Run(int device, const Call& call) {
   return executor->Run(call);
 }
 
+// The programs for a run that all devices have come to.
+Result<ProgramSets::Executors> Plan::Prepare(std::span<const Call> calls) {
+  const auto find = [&] {
+    std::lock_guard lock(mutex_);
+    auto executors = programs_.FindAll(calls);
+    if (!executors.empty()) stats_.runs += executors.size();
+    return executors;
+  };
+  const auto misfit = [&] {
+    std::lock_guard lock(mutex_);
+    return programs_.Misfit(calls);
+  };
+  ProgramSets::Executors executors = find();
+  if (!executors.empty()) return executors;
+  if (!on_miss_) return FailedPrecondition("the plan has no program for these inputs on device ", misfit());
+  // The owner captures from the inputs' memory, of all devices, so what computes them has to be over.
+  for (const Call& call : calls) {
+    if (!call.synchronize) continue;
+    DYNAFLOW_RETURN_IF_ERROR(
+        call.synchronize(call.stream).Within([&] { return StrCat("the inputs of device ", call.device); }));
+  }
+  DYNAFLOW_RETURN_IF_ERROR(Miss(calls));
+  executors = find();
+  if (!executors.empty()) return executors;
+  return FailedPrecondition("the programs that were just added do not fit the call on device ", misfit());
+}
+
 Plan::Stats Plan::stats() const {
   std::lock_guard lock(mutex_);
   Stats stats = stats_;
-  for (const auto& [device, list] : programs_) stats.programs += list.size();
+  for (const auto& set : programs_.sets()) stats.programs += set.size();
+  if (rendezvous_) stats.broken = rendezvous_->broken().message();
   return stats;
 }
 
 std::vector<std::pair<int, std::shared_ptr<Executor>>> Plan::programs() const {
   std::lock_guard lock(mutex_);
   std::vector<std::pair<int, std::shared_ptr<Executor>>> all;
-  for (const auto& [device, list] : programs_) {
-    for (const auto& executor : list) all.emplace_back(device, executor);
-  }
+  for (const auto& set : programs_.sets()) all.insert(all.end(), set.begin(), set.end());
+  std::stable_sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   return all;
 }
 

@@ -3,54 +3,70 @@
 // A plan's programs differ by device and by the addresses of the pinned inputs. When a call fits none of
 // them, the plan's owner is asked for one more: that is how a plan is captured at first use, and again after
 // a weight moved.
+//
+// A plan whose programs communicate is called by all of its devices in every run, and its programs come in
+// sets, one for each device.
 #pragma once
 
 #include <cstdint>
 #include <functional>
-#include <list>
-#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <span>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "xla_ffi/executor.h"
+#include "xla_ffi/program_sets.h"
+#include "xla_ffi/rendezvous.h"
 #include "xla_ffi/status.h"
 
 namespace dynaflow {
 
 class Plan {
  public:
-  // Is to add a program that fits the call. Called without a lock on the programs, by one thread at a time.
-  using OnMiss = std::function<Status(int device, const Call& call)>;
+  // Is to add a program for each of the calls: those of one run, from all participants. Called without a lock
+  // on the programs, by one thread at a time.
+  using OnMiss = std::function<Status(std::span<const Call> calls)>;
 
-  // Keeps up to `capacity` programs for each device, and forgets the least recently used.
-  Plan(OnMiss on_miss, size_t capacity)
-      : on_miss_(std::move(on_miss)), capacity_(capacity == 0 ? 1 : capacity) {}
+  // `capacity`: how many programs to keep for each device; the least recently used go first.
+  // `participants`: how many devices call the plan in every run, each for its part.
+  // `timeout`: how long they wait for one another, in seconds.
+  explicit Plan(OnMiss on_miss, size_t capacity, size_t participants = 1, double timeout = kDefaultTimeout);
 
+  // Programs that run together are to be added one after the other, one for each device.
   void Add(int device, std::shared_ptr<Executor> executor);
-  Status Run(int device, const Call& call);
+  Status Run(Call call);
 
   struct Stats {
-    size_t programs = 0;  // kept now
-    uint64_t runs = 0;
-    uint64_t misses = 0;     // calls that no program fitted
+    size_t programs = 0;     // kept now
+    uint64_t runs = 0;       // calls that ran
+    uint64_t misses = 0;     // how often no program fitted
     uint64_t evictions = 0;  // programs forgotten
+    size_t participants = 1;
+    std::string broken;  // why no call can run any more; empty if they can
   };
   Stats stats() const;
   std::vector<std::pair<int, std::shared_ptr<Executor>>> programs() const;  // with their devices
 
  private:
-  std::shared_ptr<Executor> Find(int device, const Call& call);
+  Status RunAlone(const Call& call);
+  Result<ProgramSets::Executors> Prepare(std::span<const Call> calls);
+  std::shared_ptr<Executor> Find(const Call& call);
+  Status Miss(std::span<const Call> calls);
 
   const OnMiss on_miss_;
-  const size_t capacity_;
+  const double timeout_;
   std::mutex missing_;  // held while the owner makes a program; taken before mutex_
 
-  mutable std::mutex mutex_;                                      // for what follows
-  std::map<int, std::list<std::shared_ptr<Executor>>> programs_;  // per device, most recently used first
+  mutable std::mutex mutex_;  // for what follows
+  ProgramSets programs_;
   Stats stats_;
+
+  std::optional<Rendezvous> rendezvous_;  // where there are several participants
 };
 
 // Thread-safe. Whoever runs a plan holds it, so freeing it meanwhile is safe: it goes when the last run

@@ -1,6 +1,8 @@
 // Errors as values. A message names the operator at fault; nothing here throws.
 #pragma once
 
+#include <charconv>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -18,6 +20,9 @@ template <typename Number>
 void Append(std::string& out, Number number) {
   if constexpr (std::is_same_v<Number, char>) {
     out += number;
+  } else if constexpr (std::is_floating_point_v<Number>) {
+    char digits[32];  // the shortest form that reads back as the same number
+    out.append(digits, std::to_chars(std::begin(digits), std::end(digits), number).ptr);
   } else {
     out += std::to_string(number);
   }

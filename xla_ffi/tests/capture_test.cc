@@ -23,11 +23,10 @@ class CaptureTest : public testing::Test {
   }
 
   Status Begin(int64_t id, std::vector<void*> inputs = {}) {
-    return captures_.Begin(driver_, stream_, id, inputs);
+    DYNAFLOW_RETURN_IF_ERROR(captures_.Expect(id));
+    return captures_.Begin(driver_, stream_, inputs);
   }
-  Status End(int64_t id, std::vector<void*> outputs = {}) {
-    return captures_.End(driver_, stream_, id, outputs);
-  }
+  Status End(std::vector<void*> outputs = {}) { return captures_.End(driver_, stream_, outputs); }
 
   FakeDriver fake_;
   const Driver& driver_ = fake_.driver();
@@ -39,7 +38,7 @@ TEST_F(CaptureTest, KeepsTheGraphAndTheAddresses) {
   ASSERT_TRUE(Begin(7, {At(0x10), At(0x20)}).ok());
   LaunchConfig kernel{.grid_x = 5, .stream = stream_};
   driver_.LaunchKernel(&kernel, nullptr, nullptr, nullptr);
-  ASSERT_TRUE(End(7, {At(0x30)}).ok());
+  ASSERT_TRUE(End({At(0x30)}).ok());
   auto found = captures_.Find(7);
   ASSERT_TRUE(found.ok()) << found.status().message();
   EXPECT_THAT((*found)->inputs, ElementsAre(0x10, 0x20));
@@ -53,13 +52,14 @@ TEST_F(CaptureTest, KeepsTheGraphAndTheAddresses) {
 }
 
 TEST_F(CaptureTest, RefusesTheWrongMoment) {
-  EXPECT_THAT(End(1).message(), HasSubstr("capture 1 ends but was not begun"));
+  EXPECT_THAT(End().message(), HasSubstr("was not begun"));
+  EXPECT_THAT(captures_.Begin(driver_, stream_, {}).message(), HasSubstr("nobody expects"));
   ASSERT_TRUE(Begin(1).ok());
   EXPECT_THAT(Begin(1).message(), HasSubstr("capture 1 exists already"));
   EXPECT_THAT(captures_.Find(1).status().message(), HasSubstr("capture 1 is not finished"));
-  EXPECT_THAT(captures_.End(driver_, fake_.NewStream("other"), 1, {}).message(), HasSubstr("another stream"));
-  ASSERT_TRUE(End(1).ok());
-  EXPECT_THAT(End(1).message(), HasSubstr("capture 1 ends a second time"));
+  EXPECT_THAT(captures_.End(driver_, fake_.NewStream("other"), {}).message(), HasSubstr("on this stream"));
+  ASSERT_TRUE(End().ok());
+  EXPECT_THAT(End().message(), HasSubstr("was not begun"));
   EXPECT_THAT(captures_.Find(2).status().message(), HasSubstr("no capture 2"));
 }
 
@@ -67,8 +67,14 @@ TEST_F(CaptureTest, FreeingAnOpenCaptureGivesTheStreamBack) {
   ASSERT_TRUE(Begin(1).ok());
   ASSERT_TRUE(captures_.Free(1).ok());
   ASSERT_TRUE(Begin(2).ok()) << "the stream still captures";
-  ASSERT_TRUE(End(2).ok());
+  ASSERT_TRUE(End().ok());
   EXPECT_THAT(captures_.Free(1).message(), HasSubstr("no capture 1"));
+}
+
+TEST_F(CaptureTest, WhatIsExpectedMayBeCalledOff) {
+  ASSERT_TRUE(captures_.Expect(1).ok());
+  ASSERT_TRUE(captures_.Free(1).ok());
+  EXPECT_THAT(captures_.Begin(driver_, stream_, {}).message(), HasSubstr("nobody expects"));
 }
 
 TEST_F(CaptureTest, AFailureNamesTheCapture) {
@@ -77,7 +83,7 @@ TEST_F(CaptureTest, AFailureNamesTheCapture) {
   fake_.Heal();
   ASSERT_TRUE(Begin(3).ok());
   fake_.FailOn("StreamEndCapture");
-  EXPECT_THAT(End(3).message(), HasSubstr("capture 3: StreamEndCapture failed"));
+  EXPECT_THAT(End().message(), HasSubstr("capture 3: StreamEndCapture failed"));
   EXPECT_EQ(captures_.Find(3).status().code(), Code::kNotFound);
 }
 

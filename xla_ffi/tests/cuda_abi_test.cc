@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
+#include <string_view>
 #include <type_traits>
 
 #include "xla_ffi/cuda_driver.h"
@@ -36,6 +37,9 @@ SAME_VALUE(kAttributeSmCount, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
 SAME_VALUE(kMemoryDevice, CU_MEMORYTYPE_DEVICE);
 SAME_VALUE(kResourceSm, CU_DEV_RESOURCE_TYPE_SM);
 SAME_VALUE(kGreenDefaultStream, CU_GREEN_CTX_DEFAULT_STREAM);
+SAME_VALUE(kWaitValue32, CU_STREAM_MEM_OP_WAIT_VALUE_32);
+SAME_VALUE(kWriteValue32, CU_STREAM_MEM_OP_WRITE_VALUE_32);
+SAME_VALUE(kWaitValueGeq, CU_STREAM_WAIT_VALUE_GEQ);
 SAME_VALUE(kNodeKernel, CU_GRAPH_NODE_TYPE_KERNEL);
 SAME_VALUE(kNodeMemcpy, CU_GRAPH_NODE_TYPE_MEMCPY);
 SAME_VALUE(kNodeMemset, CU_GRAPH_NODE_TYPE_MEMSET);
@@ -44,6 +48,7 @@ SAME_VALUE(kNodeGraph, CU_GRAPH_NODE_TYPE_GRAPH);
 SAME_VALUE(kNodeEmpty, CU_GRAPH_NODE_TYPE_EMPTY);
 SAME_VALUE(kNodeMemAlloc, CU_GRAPH_NODE_TYPE_MEM_ALLOC);
 SAME_VALUE(kNodeMemFree, CU_GRAPH_NODE_TYPE_MEM_FREE);
+SAME_VALUE(kNodeBatchMemOp, CU_GRAPH_NODE_TYPE_BATCH_MEM_OP);
 SAME_VALUE(kNodeConditional, CU_GRAPH_NODE_TYPE_CONDITIONAL);
 SAME_VALUE(kAttributeCooperative, CU_LAUNCH_ATTRIBUTE_COOPERATIVE);
 SAME_VALUE(kAttributeClusterDimension, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
@@ -58,6 +63,20 @@ SAME_PLACE(LaunchAttributeValue, cluster, CUlaunchAttributeValue, clusterDim);
 SAME_PLACE(LaunchAttributeValue, priority, CUlaunchAttributeValue, priority);
 SAME_SIZE(LaunchAttribute, CUlaunchAttribute);
 SAME_PLACE(LaunchAttribute, value, CUlaunchAttribute, value);
+SAME_SIZE(MemOp, CUstreamBatchMemOpParams);
+SAME_PLACE(MemOp, type, CUstreamBatchMemOpParams, operation);
+SAME_PLACE(MemOp, on.type, CUstreamBatchMemOpParams, waitValue.operation);
+SAME_PLACE(MemOp, on.address, CUstreamBatchMemOpParams, waitValue.address);
+SAME_PLACE(MemOp, on.value, CUstreamBatchMemOpParams, waitValue.value);
+SAME_PLACE(MemOp, on.flags, CUstreamBatchMemOpParams, waitValue.flags);
+SAME_PLACE(MemOp, on.address, CUstreamBatchMemOpParams, writeValue.address);
+SAME_PLACE(MemOp, on.value, CUstreamBatchMemOpParams, writeValue.value);
+SAME_PLACE(MemOp, on.flags, CUstreamBatchMemOpParams, writeValue.flags);
+SAME_SIZE(MemOpNodeParams, CUDA_BATCH_MEM_OP_NODE_PARAMS);
+SAME_PLACE(MemOpNodeParams, context, CUDA_BATCH_MEM_OP_NODE_PARAMS, ctx);
+SAME_PLACE(MemOpNodeParams, count, CUDA_BATCH_MEM_OP_NODE_PARAMS, count);
+SAME_PLACE(MemOpNodeParams, ops, CUDA_BATCH_MEM_OP_NODE_PARAMS, paramArray);
+SAME_PLACE(MemOpNodeParams, flags, CUDA_BATCH_MEM_OP_NODE_PARAMS, flags);
 SAME_SIZE(LaunchConfig, CUlaunchConfig);
 SAME_PLACE(LaunchConfig, shared_bytes, CUlaunchConfig, sharedMemBytes);
 SAME_PLACE(LaunchConfig, stream, CUlaunchConfig, hStream);
@@ -79,6 +98,17 @@ SAME_PLACE(Memcpy3D, width, CUDA_MEMCPY3D, WidthInBytes);
 SAME_PLACE(Memcpy3D, depth, CUDA_MEMCPY3D, Depth);
 static_assert(sizeof(Resource) >= sizeof(CUdevResource));
 SAME_PLACE(Resource, sm_count, CUdevResource, sm.smCount);
+
+// The functions whose names cuda.h maps to a version: the version that we look up is the one declared.
+#define CALLED_AS(ours, theirs)                                                                             \
+  static_assert(std::is_invocable_r_v<int, decltype(Driver::ours), Stream, DevicePtr, uint32_t, unsigned>); \
+  static_assert(std::is_invocable_r_v<CUresult, decltype(theirs), Stream, DevicePtr, uint32_t, unsigned>)
+CALLED_AS(StreamWriteValue, cuStreamWriteValue32);
+CALLED_AS(StreamWaitValue, cuStreamWaitValue32);
+#define DYNAFLOW_TEXT_(x) #x
+#define DYNAFLOW_TEXT(x) DYNAFLOW_TEXT_(x)
+static_assert(std::string_view(DYNAFLOW_TEXT(cuStreamWriteValue32)) == "cuStreamWriteValue32_v2");
+static_assert(std::string_view(DYNAFLOW_TEXT(cuStreamWaitValue32)) == "cuStreamWaitValue32_v2");
 
 TEST(CudaAbi, IsCheckedByTheCompiler) { SUCCEED(); }
 

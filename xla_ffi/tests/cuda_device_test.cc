@@ -3,6 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <tuple>
+
 #include "xla_ffi/executor.h"
 #include "xla_ffi/green_context.h"
 #include "xla_ffi/tests/fake_driver.h"
@@ -300,18 +303,168 @@ TEST_F(CudaDeviceTest, SharesOutSms) {
 }
 
 TEST_F(CudaDeviceTest, CopiesToPeers) {
-  Program program = ProgramBuilder(1).Copy(0, "exchange", Memory(0x9000, 64), Memory(0x8000, 64));
-  program.num_devices = 2;
-  program.commands[0].target = 1;
-  ASSERT_TRUE(Make(program, {}, {0, 1}).ok());
+  const Program program =
+      ProgramBuilder(1).Devices(2).Copy(0, "exchange", Memory(0x9000, 64), Memory(0x8000, 64), 1);
+  ASSERT_TRUE(Make(program, {.one_graph = false}, {0, 1}).ok());
   ASSERT_TRUE(Run().ok());
   EXPECT_THAT(fake_.TakeLog(), Contains("MemcpyPeerAsync 36864 context1 32768 context0 64 s0"));
-  EXPECT_EQ(executor_->Mode(), "streams (copies to other devices)");
+
+  ASSERT_TRUE(Make(program, {}, {0, 1}).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_THAT(fake_.TakeLog(), Contains("AddMemcpyNode 36864 32768 64"));
+  EXPECT_EQ(executor_->Mode(), "one graph");
 
   fake_.FailOn("EnablePeerAccess", cuda::kErrorPeerAccessAlreadyEnabled);
   EXPECT_TRUE(Make(program, {}, {0, 1}).ok());
+  fake_.FailOn("EnablePeerAccess", cuda::kErrorPeerAccessUnsupported);
+  EXPECT_TRUE(Make(program, {}, {0, 1}).ok()) << "the driver copies through the host";
   fake_.FailOn("EnablePeerAccess");
   EXPECT_THAT(Make(program, {}, {0, 1}).message(), HasSubstr("EnablePeerAccess failed"));
+}
+
+void* Flag(uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+// Sends to device 1 once there is room, and uses what arrives from it; on two streams.
+Program Exchange() {
+  return ProgramBuilder(2)
+      .Devices(2)
+      .Signal(1, "room", Flag(0x7000), 1)
+      .Launch(0, "makes", {}, {Memory(0x8000, 64)})
+      .Await(0, "room", Flag(0x6000), 1)
+      .Copy(0, "send", Memory(0x9000, 64), Memory(0x8000, 64), 1)
+      .Signal(0, "sent", Flag(0x7004), 1)
+      .Await(1, "receive", Flag(0x6004), 1, {Memory(0xa000, 64)})
+      .Launch(1, "takes", {Memory(0xa000, 64)}, {Memory(0xb000, 64)});
+}
+
+TEST_F(CudaDeviceTest, SetsAndAwaitsFlagsOnStreams) {
+  ASSERT_TRUE(Make(Exchange(), {.one_graph = false}, {0, 1}).ok());
+  ASSERT_TRUE(Run().ok());
+  auto log = fake_.TakeLog();
+  std::erase_if(log, [](const std::string& line) { return line.find("Event") != std::string::npos; });
+  EXPECT_THAT(log, ElementsAre("StreamWriteValue s1 28672 1",                                //
+                               "GraphLaunch exec(g0) s0",                                    //
+                               "StreamWaitValue s0 24576 1", "StreamWriteValue s0 24576 0",  //
+                               "MemcpyPeerAsync 36864 context1 32768 context0 64 s0",        //
+                               "StreamWriteValue s0 28676 1",                                //
+                               "StreamWaitValue s1 24580 1", "StreamWriteValue s1 24580 0",  //
+                               "GraphLaunch exec(g1) s1"));
+}
+
+std::string Show(const std::vector<cuda::MemOp>& ops) {
+  std::string text;
+  for (const cuda::MemOp& op : ops) {
+    text += StrCat(op.type == cuda::kWaitValue32 ? " wait " : " write ", op.on.address, " ", op.on.value);
+    EXPECT_EQ(op.on.flags, 0u);
+  }
+  return text;
+}
+
+TEST_F(CudaDeviceTest, FlagsAreNodesOfTheGraph) {
+  ASSERT_TRUE(Make(Exchange(), {}, {0, 1}).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_EQ(executor_->Mode(), "one graph");
+  const auto& n = fake_.NodesOf(fake_.launched());
+  ASSERT_EQ(n.size(), 7u) << "neighbours in the list that are on different streams stay apart";
+  const auto ops = [&](int i) { return Show(fake_.Node(n[i]).ops); };
+  const auto after = [&](int i) { return fake_.Node(n[i]).after; };
+  EXPECT_EQ(ops(0), " write 28672 1");
+  EXPECT_THAT(after(0), IsEmpty());
+  EXPECT_EQ(ops(2), " wait 24576 1 write 24576 0");
+  EXPECT_THAT(after(2), ElementsAre(n[1]));
+  EXPECT_THAT(after(3), ElementsAre(n[2]));
+  EXPECT_EQ(ops(4), " write 28676 1");
+  EXPECT_THAT(after(4), ElementsAre(n[3]));
+  EXPECT_EQ(ops(5), " wait 24580 1 write 24580 0");
+  EXPECT_THAT(after(5), ElementsAre(n[0]));
+  EXPECT_THAT(after(6), ElementsAre(n[5]));
+}
+
+TEST_F(CudaDeviceTest, NeighbouringFlagsBecomeOneNode) {
+  ProgramBuilder b(2);
+  b.Devices(2).Launch(0, "a").Record(0, 0).Wait(1, 0);
+  b.Signal(1, "x", Flag(0x7000), 1).Await(1, "y", Flag(0x6000), 1).Signal(1, "z", Flag(0x7004), 1);
+  b.Launch(1, "b").Await(1, "w", Flag(0x6004), 1);
+  ASSERT_TRUE(Make(b, {}, {0, 1}).ok());
+  ASSERT_TRUE(Run().ok());
+  const auto& n = fake_.NodesOf(fake_.launched());
+  ASSERT_EQ(n.size(), 4u);
+  EXPECT_EQ(Show(fake_.Node(n[1]).ops), " write 28672 1 wait 24576 1 write 24576 0 write 28676 1");
+  EXPECT_THAT(fake_.Node(n[1]).after, ElementsAre(n[0]));
+  EXPECT_THAT(fake_.Node(n[2]).after, ElementsAre(n[1]));
+  EXPECT_THAT(fake_.Node(n[3]).after, ElementsAre(n[2]));
+}
+
+TEST_F(CudaDeviceTest, ANodeTakesNoMoreFlagsThanTheDriverAllows) {
+  ProgramBuilder b(1);
+  for (int i = 0; i < 200; ++i) b.Await(0, "w", Flag(0x6000 + 4 * i));
+  ASSERT_TRUE(Make(b).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_THAT(fake_.TakeLog(), AllOf(Contains("AddMemOpNode 256"), Contains("AddMemOpNode 144")));
+}
+
+TEST_F(CudaDeviceTest, FallsBackToStreamsWithFlags) {
+  for (const char* call : {"AddMemOpNode", "AddChildNode"}) {
+    ASSERT_TRUE(Make(Exchange(), {}, {0, 1}).ok());
+    fake_.FailOn(call);
+    ASSERT_TRUE(Run().ok());
+    const auto log = fake_.TakeLog();
+    EXPECT_EQ(std::count_if(log.begin(), log.end(),
+                            [](const std::string& line) { return line.starts_with("StreamWriteValue"); }),
+              4)
+        << call;
+    EXPECT_THAT(executor_->Mode(),
+                AllOf(StartsWith("streams (operator '"), HasSubstr(StrCat(call, " failed"))));
+    fake_.Heal();
+  }
+}
+
+TEST_F(CudaDeviceTest, AFailedFlagNamesItsOperator) {
+  for (const auto& [call, skip, names] : {std::tuple{"StreamWriteValue", 1, "'room' (command 2)"},
+                                          {"StreamWaitValue", 1, "'receive' (command 5)"}}) {
+    ASSERT_TRUE(Make(Exchange(), {.one_graph = false}, {0, 1}).ok());
+    fake_.FailOn(call, cuda::FakeDriver::kBroken, skip);
+    EXPECT_THAT(Run().message(), AllOf(HasSubstr(names), HasSubstr(StrCat(call, " failed"))));
+    fake_.Heal();
+  }
+}
+
+TEST_F(CudaDeviceTest, ReleasesItsPeersFromStreamsOfTheirs) {
+  ASSERT_TRUE(Make(Exchange(), {}, {0, 1}).ok());
+  EXPECT_TRUE(executor_->Idle());
+  fake_.FailOn("GraphLaunch");
+  EXPECT_FALSE(Run().ok());
+  fake_.Heal();
+  (void)fake_.TakeLog();
+  executor_->ReleasePeers();
+  EXPECT_THAT(fake_.TakeLog(), ElementsAre("StreamWriteValue s2 28672 1", "StreamWriteValue s2 28676 1"));
+  fake_.FailOn("EventQuery", cuda::kErrorNotReady);
+  EXPECT_FALSE(executor_->Idle());
+  fake_.FailOn("EventQuery");
+  EXPECT_TRUE(executor_->Idle()) << "what has failed is over";
+}
+
+TEST_F(CudaDeviceTest, WantsToReachTheMemoryOfWhomItSignals) {
+  fake_.FailOn("EnablePeerAccess", cuda::kErrorPeerAccessUnsupported);
+  EXPECT_THAT(Make(Exchange(), {}, {0, 1}).message(),
+              AllOf(HasSubstr("operator 'room' (command 0): device 0 cannot reach the memory of device 1"),
+                    HasSubstr("EnablePeerAccess failed")));
+}
+
+TEST_F(CudaDeviceTest, NamesWhatAnOldDriverLacksForFlags) {
+  driver_.AddMemOpNode = nullptr;
+  EXPECT_THAT(Make(Exchange(), {}, {0, 1}).message(),
+              HasSubstr("operator 'room' (command 0) needs cuGraphAddBatchMemOpNode"));
+  driver_.StreamWaitValue = nullptr;
+  EXPECT_THAT(Make(Exchange(), {}, {0, 1}).message(), HasSubstr("needs cuStreamWaitValue32_v2"));
+  EXPECT_TRUE(Make(TwoStreams()).ok()) << "a program without flags needs none of it";
+}
+
+TEST_F(CudaDeviceTest, SynchronizesAStreamOfAnyDevice) {
+  ASSERT_TRUE(cuda::Synchronize(driver_, xla_).ok());
+  EXPECT_THAT(fake_.TakeLog(), ElementsAre("StreamSynchronize xla"));
+  fake_.FailOn("StreamSynchronize");
+  EXPECT_THAT(cuda::Synchronize(driver_, xla_).message(), HasSubstr("StreamSynchronize failed"));
 }
 
 TEST_F(CudaDeviceTest, SkipsEmptyCopies) {

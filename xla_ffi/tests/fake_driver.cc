@@ -119,6 +119,21 @@ struct FakeCalls {
     d.EventQuery = [](Event e) { return fake->Call("EventQuery", e); };
     d.EventSynchronize = [](Event e) { return fake->Call("EventSynchronize", e); };
 
+    d.StreamWriteValue = [](Stream s, DevicePtr address, uint32_t value, unsigned) {
+      return fake->Call("StreamWriteValue", s, address, value);
+    };
+    d.StreamWaitValue = [](Stream s, DevicePtr address, uint32_t value, unsigned) {
+      return fake->Call("StreamWaitValue", s, address, value);
+    };
+    d.AddMemOpNode = [](GraphNode* node, Graph graph, const GraphNode* after, size_t count,
+                        const MemOpNodeParams* params) {
+      if (int error = fake->Call("AddMemOpNode", params->count)) return error;
+      *node = AddNode(graph, {.type = kNodeBatchMemOp,
+                              .after = {after, after + count},
+                              .ops = {params->ops, params->ops + params->count}});
+      return kSuccess;
+    };
+
     d.MemcpyAsync = [](DevicePtr dst, DevicePtr src, size_t bytes, Stream s) {
       return fake->Call("MemcpyAsync", dst, src, bytes, s);
     };

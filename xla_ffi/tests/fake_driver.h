@@ -16,6 +16,7 @@ struct FakeNode {
   Graph child = nullptr;
   Memcpy3D copy{};
   MemsetNodeParams memset{};
+  std::vector<MemOp> ops;
   unsigned grid = 1;
   unsigned cluster = 0;
   int priority = 0;

@@ -185,6 +185,41 @@ TEST(HostDevice, WantsAFunctionForEachPartition) {
               HasSubstr("partition 0 is no function"));
 }
 
+TEST(HostDevice, AFlagOrdersStreamsAndIsCleared) {
+  alignas(4) uint32_t flag = 0;
+  int made = 0, seen = 0;
+  const auto program = OnHost(ProgramBuilder(2)
+                                  .Launch(0, "makes", {}, {Memory(&made, 4)})
+                                  .Signal(0, "send", &flag)
+                                  .Await(1, "receive", &flag)
+                                  .Launch(1, "takes", {}, {Memory(&seen, 4)}),
+                              {[&] {
+                                 ++made;
+                                 return Status();
+                               },
+                               [&] {
+                                 seen = made;
+                                 return Status();
+                               }});
+  for (int i = 1; i <= 500; ++i) {
+    ASSERT_TRUE(program->Run({}).ok());
+    ASSERT_EQ(seen, i);
+    ASSERT_EQ(flag, 0u);
+  }
+}
+
+TEST(HostDevice, AnAwaitEndsWithTheRunOrTheTime) {
+  alignas(4) uint32_t flag = 0;
+  const auto fails =
+      OnHost(ProgramBuilder(3).Launch(0, "fails").Await(1, "receive", &flag).Record(1, 0).Wait(2, 0),
+             {[] { return Internal("out of luck"); }});
+  for (int i = 0; i < 50; ++i)
+    EXPECT_EQ(fails->Run({}).message(), "operator 'fails' (command 0): out of luck");
+  const auto alone = OnHost(ProgramBuilder(1).Devices(3).Await(0, "receive", &flag, 2), {});
+  EXPECT_EQ(alone->Run({.timeout = 0.05}).message(),
+            "operator 'receive' (command 0): device 2 of the program did not answer within 0.05 s");
+}
+
 TEST(Executor, ChecksTheCall) {
   int pinned = 0, other = 0;
   const auto program = OnHost(

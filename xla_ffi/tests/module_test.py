@@ -1,10 +1,16 @@
 """The extension module, without and with XLA: programs written by hand, partitions that are Python functions."""
 
+import functools
 import gc
+import os
 import struct
 import sys
 import threading
 import weakref
+
+# Before jax is imported.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2".strip()
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +23,7 @@ for name, platform, capsule in _dispatch.handlers():
     jax.ffi.register_ffi_target(name, capsule, platform=platform)
 
 MEMORY, INPUT, OUTPUT = range(3)
-LAUNCH, COPY, RECORD, WAIT = range(4)
+LAUNCH, COPY, RECORD, WAIT, SIGNAL, AWAIT = range(6)
 
 
 def listing(entries):
@@ -38,13 +44,13 @@ def command(kind, stream, name, target=0, reads=(), writes=()):
     )
 
 
-def program(*, streams=1, events=0, partitions=0, inputs=(), outputs=(), commands=()):
+def program(*, devices=1, streams=1, events=0, partitions=0, inputs=(), outputs=(), commands=()):
     return b"".join(
         (
             b"DYNAFLOW",
             struct.pack("<I", _dispatch.PROGRAM_VERSION),
             string("test"),
-            struct.pack("<II", 1, events),
+            struct.pack("<II", devices, events),
             listing([struct.pack("<IiI", 0, 0, 0)] * streams),
             listing([struct.pack("<q", k) for k in range(partitions)]),
             listing([struct.pack("<BQQ", *i) for i in inputs]),
@@ -112,6 +118,8 @@ def test_runs_inside_jit(plan):
         "runs": 100,
         "misses": 0,
         "evictions": 0,
+        "participants": 1,
+        "broken": "",
     }
 
 
@@ -152,7 +160,8 @@ def test_an_exception_names_the_operator():
 def test_a_miss_asks_for_a_program_once():
     pools = []
 
-    def on_miss(device, inputs, outputs):
+    def on_miss(calls):
+        [(device, inputs, outputs)] = calls
         assert len(inputs) == len(outputs) == 1
         pools.append(np.zeros((4, 256), np.float32))
         blob, partitions = two_branches(pools[-1], None)
@@ -169,13 +178,143 @@ def test_a_miss_asks_for_a_program_once():
 
 
 def test_a_failing_on_miss_is_the_error():
-    def on_miss(device, inputs, outputs):
+    def on_miss(calls):
         raise MemoryError("no pool")
 
     plan = _dispatch.create_plan(on_miss)
     with pytest.raises(Exception, match="MemoryError: no pool"):
         jax.block_until_ready(call(plan)(jnp.ones(256)))
     _dispatch.free_plan(plan)
+
+
+class Ring:
+    """A plan of devices that each send their input to the next one and give the sum of their own and what came."""
+
+    def __init__(self, devices, **options):
+        self.x = np.zeros((devices, 256), np.float32)
+        self.came = np.zeros_like(self.x)
+        self.total = np.zeros_like(self.x)
+        self.room = np.zeros(devices, np.uint32)
+        self.arrived = np.zeros(devices, np.uint32)
+        self.bound = []
+        self.work = [lambda d=d: np.add(self.x[d], self.came[d], out=self.total[d]) for d in range(devices)]
+        self.plan = _dispatch.create_plan(self.bind, participants=devices, **options)
+
+    def bind(self, calls):
+        self.bound.append(sorted(device for device, _, _ in calls))
+        for device, inputs, outputs in calls:
+            assert len(inputs) == len(outputs) == 1
+            _dispatch.add_host_program(self.plan, device, self.program(device), [self.work[device]], keep_alive=self)
+
+    def program(self, device):
+        devices, size = len(self.x), self.x[0].nbytes
+        after, before = (device + 1) % devices, (device - 1) % devices
+        x, came, total = (span(MEMORY, 0, address(a[device]), size) for a in (self.x, self.came, self.total))
+
+        def flag(flags, index):
+            return span(MEMORY, 0, address(flags[index:]), 4)
+
+        there = span(MEMORY, 0, address(self.came[after]), size)
+        return program(
+            devices=devices,
+            streams=2,
+            events=1,
+            partitions=1,
+            inputs=[(0, 0, size)],
+            outputs=[(-1, size)],
+            commands=[
+                command(COPY, 0, "input", reads=[span(INPUT, 0, 0, size)], writes=[x]),
+                command(RECORD, 0, "input", 0),
+                command(SIGNAL, 1, "room", before, writes=[flag(self.room, before)]),
+                command(AWAIT, 0, "room", after, writes=[flag(self.room, device)]),
+                command(COPY, 0, "send", after, reads=[x], writes=[there]),
+                command(SIGNAL, 0, "sent", after, writes=[flag(self.arrived, after)]),
+                command(AWAIT, 1, "receive", before, writes=[flag(self.arrived, device), came]),
+                command(WAIT, 1, "sum", 0),
+                command(LAUNCH, 1, "sum", 0, reads=[x, came], writes=[total]),
+                command(COPY, 1, "output", reads=[total], writes=[span(OUTPUT, 0, 0, size)]),
+            ],
+        )
+
+    def run(self, device, run):
+        x, y = np.full(256, 10 * run + device, np.float32), np.empty(256, np.float32)
+        _dispatch.run_host(self.plan, device, [address(x)], [address(y)], run_id=run)
+        return y
+
+
+def in_threads(functions):
+    """What the functions return or raise, run all at once."""
+    results = [None] * len(functions)
+
+    def call(i):
+        try:
+            results[i] = functions[i]()
+        except _dispatch.DispatchError as error:
+            results[i] = str(error)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(functions))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    return results
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_devices_exchange(devices):
+    ring = Ring(devices)
+
+    def many(device):
+        for run in range(50):
+            np.testing.assert_array_equal(ring.run(device, run), 20 * run + device + (device - 1) % devices)
+
+    assert in_threads([lambda d=d: many(d) for d in range(devices)]) == [None] * devices
+    assert ring.bound == [list(range(devices))]
+    stats = _dispatch.plan_stats(ring.plan)
+    assert (stats["participants"], stats["broken"], stats["runs"]) == (devices, "", 50 * devices)
+    _dispatch.free_plan(ring.plan)
+
+
+def test_devices_exchange_under_xla():
+    ring = Ring(2)
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), "d")
+    spec = jax.sharding.PartitionSpec("d")
+    shape = jax.ShapeDtypeStruct((256,), jnp.float32)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+    def f(x):
+        return jax.ffi.ffi_call("dynaflow_dispatch", shape)(x, plan=np.int64(ring.plan))
+
+    for i in range(50):
+        x = np.concatenate([np.full(256, i), np.full(256, 7)]).astype(np.float32)
+        np.testing.assert_array_equal(f(x), np.full(512, i + 7))
+    _dispatch.free_plan(ring.plan)
+
+
+def test_whoever_does_not_come_is_missed_and_the_plan_is_broken():
+    ring = Ring(2, timeout_s=0.05)
+    with pytest.raises(_dispatch.DispatchError, match=r"only 1 has come \(device 1\).*timeout_s") as first:
+        ring.run(1, 0)
+    with pytest.raises(_dispatch.DispatchError) as second:
+        ring.run(0, 0)
+    assert str(second.value) == str(first.value) == _dispatch.plan_stats(ring.plan)["broken"]
+    _dispatch.free_plan(ring.plan)
+
+
+def test_an_exception_on_one_device_is_the_error_of_all():
+    ring = Ring(3)
+    ring.work[1] = lambda: 1 / 0
+    errors = in_threads([lambda d=d: ring.run(d, 0) for d in range(3)])
+    assert errors == ["device 1: operator 'sum' (command 8): ZeroDivisionError: division by zero"] * 3
+    _dispatch.free_plan(ring.plan)
+
+
+def test_a_plan_wants_participants_and_time():
+    with pytest.raises(_dispatch.DispatchError, match="at least one participant"):
+        _dispatch.create_plan(participants=0)
+    with pytest.raises(_dispatch.DispatchError, match="timeout_s is -1"):
+        _dispatch.create_plan(timeout_s=-1)
 
 
 def test_freeing_drops_what_was_kept_alive():

@@ -124,6 +124,47 @@ TEST(CheckOverlap, ProtectsInputsThatAreNotDonated) {
           .ok());
 }
 
+void* const kFlag = reinterpret_cast<void*>(0x100);
+
+TEST(CheckOverlap, WantsWhatArrivesInOrderWithItsReaders) {
+  const auto arrive = [&](ProgramBuilder& b) -> ProgramBuilder& {
+    return b.Await(0, "receive", kFlag, 0, {Memory(0x1000, 64)});
+  };
+  ProgramBuilder unordered(2);
+  EXPECT_THAT(CheckOverlap(arrive(unordered).Launch(1, "reads", {Memory(0x1020, 8)})).message(),
+              AllOf(HasSubstr("'receive' (command 0)"), HasSubstr("'reads' (command 1)")));
+  ProgramBuilder ordered(2);
+  EXPECT_TRUE(
+      CheckOverlap(arrive(ordered).Record(0, 0).Wait(1, 0).Launch(1, "reads", {Memory(0x1020, 8)})).ok());
+}
+
+TEST(CheckOverlap, WantsTheNextArrivalAfterTheReadersOfTheLast) {
+  ProgramBuilder b(2);
+  b.Await(0, "first", kFlag, 0, {Memory(0x1000, 64)})
+      .Record(0, 0)
+      .Wait(1, 0)
+      .Launch(1, "reads", {Memory(0x1000, 64)})
+      .Await(0, "second", kFlag, 0, {Memory(0x1000, 64)});
+  EXPECT_THAT(CheckOverlap(b).message(), AllOf(HasSubstr("'reads'"), HasSubstr("'second'")));
+  Program p = b;
+  ASSERT_TRUE(OrderOverlaps(p).ok());
+  EXPECT_TRUE(CheckOverlap(p).ok()) << CheckOverlap(p).message();
+}
+
+TEST(CheckOverlap, WantsTheUsersOfOneFlagInOrder) {
+  EXPECT_THAT(CheckOverlap(ProgramBuilder(2).Await(0, "a", kFlag).Await(1, "b", kFlag)).message(),
+              AllOf(HasSubstr("'a'"), HasSubstr("'b'"), HasSubstr("4 bytes at 0x100")));
+  EXPECT_FALSE(CheckOverlap(ProgramBuilder(2).Signal(0, "a", kFlag).Signal(1, "b", kFlag)).ok());
+}
+
+TEST(CheckOverlap, ProtectsInputsFromWhatArrives) {
+  EXPECT_THAT(
+      CheckOverlap(
+          ProgramBuilder(1).PinnedInput(0x1000, 64).Await(0, "receive", kFlag, 0, {Memory(0x1020, 64)}))
+          .message(),
+      HasSubstr("operator 'receive' (command 0) writes pinned input 0"));
+}
+
 TEST(OrderOverlaps, AddsTheMissingEvent) {
   Program p = ProgramBuilder(2)
                   .Launch(0, "writes", {}, {Memory(100, 8)})

@@ -31,7 +31,7 @@ TEST(Decode, RefusesForeignBytes) {
 TEST(Decode, RefusesAnotherVersion) {
   std::string bytes = Encode(FullProgram());
   bytes[8] = 9;
-  EXPECT_THAT(Decode(bytes).status().message(), HasSubstr("version 9, but this library reads version 1"));
+  EXPECT_THAT(Decode(bytes).status().message(), HasSubstr("version 9, but this library reads version 2"));
 }
 
 TEST(Decode, RefusesEveryTruncation) {
@@ -67,7 +67,7 @@ TEST(Decode, NamesTheFieldAtFault) {
       {"has no device", [](Program& p) { p.num_devices = 0; }},
       {"stream 1 is on device 3 of 1", [](Program& p) { p.streams[1].device = 3; }},
       {"65 streams; at most 64", [](Program& p) { p.streams.resize(65); }},
-      {"has 99 events but only 8 commands", [](Program& p) { p.num_events = 99; }},
+      {"has 99 events but only 10 commands", [](Program& p) { p.num_events = 99; }},
       {"operator 'attention' (command 2): stream 2 of 2", [](Program& p) { p.commands[2].stream = 2; }},
       {"operator 'attention' (command 2): partition 7 of 2", [](Program& p) { p.commands[2].target = 7; }},
       {"command 1): event 5 of 2", [](Program& p) { p.commands[1].target = 5; }},
@@ -88,7 +88,22 @@ TEST(Decode, NamesTheFieldAtFault) {
       {"output 1 takes the memory of input -2 of 3", [](Program& p) { p.outputs[1].donor = -2; }},
       {"output 1 has 32 bytes, its donor, input 0, has 64", [](Program& p) { p.outputs[1].donor = 0; }},
       {"input 2 is donated twice", [](Program& p) { p.outputs[0] = {2, 32}; }},
-      {"command kind is 9, not one of 0 to 3", [](Program& p) { p.commands[0].kind = CommandKind{9}; }},
+      {"operator 'send' (command 8): signals device 1 of 1", [](Program& p) { p.commands[8].target = 1; }},
+      {"operator 'receive' (command 9): awaits device 2 of 1", [](Program& p) { p.commands[9].target = 2; }},
+      {"command 8): a signal reads no memory", [](Program& p) { p.commands[8].reads = {Memory(0x8000, 1)}; }},
+      {"command 9): an await reads no memory", [](Program& p) { p.commands[9].reads = {Memory(0x8000, 1)}; }},
+      {"command 8): a signal writes one range, its flag, not 0",
+       [](Program& p) { p.commands[8].writes = {}; }},
+      {"one range, its flag, not 2", [](Program& p) { p.commands[8].writes.push_back(Memory(0x8000, 4)); }},
+      {"command 9): an await writes its flag first", [](Program& p) { p.commands[9].writes = {}; }},
+      {"command 8): the flag has 8 bytes, not 4", [](Program& p) { p.commands[8].writes[0].bytes = 8; }},
+      {"command 9): the flag has 2 bytes, not 4", [](Program& p) { p.commands[9].writes[0].bytes = 2; }},
+      {"the flag's address is no multiple of 4", [](Program& p) { p.commands[9].writes[0].offset = 0x7102; }},
+      {"a signal writes absolute addresses only",
+       [](Program& p) { p.commands[8].writes[0] = OutputBytes(1, 0, 4); }},
+      {"an await writes absolute addresses only",
+       [](Program& p) { p.commands[9].writes[1] = OutputBytes(0, 0, 64); }},
+      {"command kind is 9, not one of 0 to 5", [](Program& p) { p.commands[0].kind = CommandKind{9}; }},
       {"input kind is 2, not one of 0 to 1", [](Program& p) { p.inputs[0].kind = InputKind{2}; }},
       {"range space is 3, not one of 0 to 2", [](Program& p) { p.commands[0].reads[0].space = Space{3}; }},
   };

@@ -47,6 +47,18 @@ class ProgramBuilder {
   ProgramBuilder& Wait(uint32_t stream, uint32_t event) {
     return Add({CommandKind::kWait, stream, "event", event, {}, {}});
   }
+  ProgramBuilder& Signal(uint32_t stream, std::string name, const void* flag, uint32_t device = 0) {
+    return Add({CommandKind::kSignal, stream, std::move(name), device, {}, {Memory(flag, kFlagBytes)}});
+  }
+  ProgramBuilder& Await(uint32_t stream, std::string name, const void* flag, uint32_t device = 0,
+                        std::vector<Range> arrived = {}) {
+    arrived.insert(arrived.begin(), Memory(flag, kFlagBytes));
+    return Add({CommandKind::kAwait, stream, std::move(name), device, {}, std::move(arrived)});
+  }
+  ProgramBuilder& Devices(uint32_t count) {
+    program_.num_devices = count;
+    return *this;
+  }
   ProgramBuilder& MovingInput(uint64_t bytes) {
     program_.inputs.push_back({InputKind::kMoving, 0, bytes});
     return *this;
@@ -87,7 +99,9 @@ inline Program FullProgram() {
                   .Launch(1, "ffn", {Memory(0x8000, 64)}, {OutputBytes(1, 0, 32)})
                   .Record(1, 1)
                   .Wait(0, 1)
-                  .Copy(0, "output", OutputBytes(0, 0, 64), Memory(0x9000, 64));
+                  .Copy(0, "output", OutputBytes(0, 0, 64), Memory(0x9000, 64))
+                  .Signal(0, "send", reinterpret_cast<void*>(0x7000))
+                  .Await(0, "receive", reinterpret_cast<void*>(0x7100), 0, {Memory(0xa000, 64)});
   p.streams[1] = {.device = 0, .priority = -2, .sm_budget = 32};
   return p;
 }

@@ -55,7 +55,7 @@ TEST(Registry, FreeingWhileRunningIsSafe) {
   const int64_t id = registry.Add(std::move(plan));
   std::thread runner([&] {
     auto found = registry.Find(id);
-    const Status status = (*found)->Run(0, {});
+    const Status status = (*found)->Run({});
     EXPECT_TRUE(status.ok()) << status.message();
   });
   started.wait();
@@ -74,7 +74,7 @@ TEST(Registry, SurvivesManyThreads) {
         auto plan = std::make_shared<Plan>(nullptr, 1);
         plan->Add(0, OneOperator([] { return Status(); }));
         const int64_t id = registry.Add(std::move(plan));
-        EXPECT_TRUE((*registry.Find(id))->Run(0, {}).ok());
+        EXPECT_TRUE((*registry.Find(id))->Run({}).ok());
         EXPECT_TRUE(registry.Free(id).ok());
       }
     });
@@ -85,7 +85,7 @@ TEST(Registry, SurvivesManyThreads) {
 
 TEST(Plan, SaysWhenNothingFits) {
   Plan plan(nullptr, 1);
-  EXPECT_THAT(plan.Run(3, {}).message(), HasSubstr("no program for these inputs on device 3"));
+  EXPECT_THAT(plan.Run({.device = 3}).message(), HasSubstr("no program for these inputs on device 3"));
 }
 
 TEST(Plan, KeepsAProgramForEachAddressAndForgetsTheOldest) {
@@ -93,15 +93,15 @@ TEST(Plan, KeepsAProgramForEachAddressAndForgetsTheOldest) {
   Plan* self = nullptr;
   int captures = 0;
   Plan plan(
-      [&](int device, const Call& call) {
+      [&](std::span<const Call> calls) {
         ++captures;
-        self->Add(device, PinnedAt(call.inputs[0]));
+        self->Add(calls[0].device, PinnedAt(calls[0].inputs[0]));
         return Status();
       },
       /*capacity=*/2);
   self = &plan;
   auto run = [&](void* address, int device = 0) {
-    EXPECT_TRUE(plan.Run(device, {.inputs = std::span<void* const>(&address, 1)}).ok());
+    EXPECT_TRUE(plan.Run({.device = device, .inputs = std::span<void* const>(&address, 1)}).ok());
   };
   run(&a);
   run(&a);
@@ -126,27 +126,27 @@ TEST(Plan, CapturesOnceForThreadsThatMissTogether) {
   Plan* self = nullptr;
   std::atomic<int> captures = 0;
   Plan plan(
-      [&](int device, const Call&) {
+      [&](std::span<const Call> calls) {
         ++captures;
-        self->Add(device, OneOperator([] { return Status(); }));
+        self->Add(calls[0].device, OneOperator([] { return Status(); }));
         return Status();
       },
       4);
   self = &plan;
   std::vector<std::thread> threads;
-  for (int t = 0; t < 4; ++t) threads.emplace_back([&] { EXPECT_TRUE(plan.Run(0, {}).ok()); });
+  for (int t = 0; t < 4; ++t) threads.emplace_back([&] { EXPECT_TRUE(plan.Run({}).ok()); });
   for (auto& t : threads) t.join();
   EXPECT_EQ(captures, 1);
 }
 
 TEST(Plan, PassesTheOwnersErrorOn) {
-  Plan plan([](int, const Call&) { return Internal("out of memory in the private pool"); }, 1);
-  EXPECT_EQ(plan.Run(0, {}).message(), "out of memory in the private pool");
+  Plan plan([](std::span<const Call>) { return Internal("out of memory in the private pool"); }, 1);
+  EXPECT_EQ(plan.Run({}).message(), "out of memory in the private pool");
 }
 
 TEST(Plan, ChecksThatTheNewProgramFits) {
-  Plan plan([](int, const Call&) { return Status(); }, 1);
-  EXPECT_THAT(plan.Run(0, {}).message(), HasSubstr("does not fit"));
+  Plan plan([](std::span<const Call>) { return Status(); }, 1);
+  EXPECT_THAT(plan.Run({}).message(), HasSubstr("does not fit"));
 }
 
 }  // namespace

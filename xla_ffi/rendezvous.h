@@ -1,0 +1,62 @@
+// Where the devices of a communicating run meet, on the host, before any of them launches.
+//
+// Each device runs a program of its own, and the programs wait for one another on the device. That ends well
+// only if all of them are launched, and if every device launches communicating runs in the same order: else
+// one device waits in run A for another, which waits in run B for the first.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "xla_ffi/device.h"
+#include "xla_ffi/executor.h"
+#include "xla_ffi/status.h"
+
+namespace dynaflow {
+
+// The meetings of one plan; a run that has met takes its turn among those of all plans.
+class Rendezvous {
+ public:
+  using Executors = std::vector<std::shared_ptr<Executor>>;
+  // Is to find or make the program for each of these calls, which is all that a run has. Called by one thread
+  // at a time in the whole process, and without a lock: others may stand in Run meanwhile.
+  using Prepare = std::function<Result<Executors>(std::span<const Call>)>;
+
+  // `timeout`: how long, in seconds, those who came wait for those who did not.
+  Rendezvous(size_t participants, double timeout) : participants_(participants), timeout_(timeout) {}
+
+  // One device's part in a run: waits for the others, runs its program, and returns when all have launched
+  // theirs (on the host: finished). Where one fails, all do, with the first error.
+  //
+  // A run that fails half-way, or to which not all come, leaves flags that nobody knows the state of; from
+  // then on every run fails at once.
+  Status Run(Call call, const Prepare& prepare);
+
+  // The error that every further run gets; success if there is none.
+  Status broken() const;
+
+ private:
+  struct Meeting;
+  enum class Stage { kGathering, kComplete, kLaunching, kOver };
+
+  void Break(const Status& why);
+  void Open(Meeting& meeting, const Prepare& prepare);
+  void Launch(Meeting& meeting, size_t index);
+  std::string Absence(const Meeting& meeting) const;
+
+  const size_t participants_;
+  const double timeout_;
+
+  mutable std::mutex mutex_;                               // for what follows, and for all meetings
+  std::map<int64_t, std::shared_ptr<Meeting>> gathering_;  // by run
+  Status broken_;
+};
+
+}  // namespace dynaflow
