@@ -48,6 +48,11 @@ def new_var(aval: Any) -> Any:
     return Var(aval)
 
 
+def var_like(var: Any, aval: Any) -> Any:
+    """A new variable in place of another one, dropped if that one is."""
+    return DropVar(aval) if is_dropped(var) else Var(aval)
+
+
 def consts_of(jaxpr: Any) -> tuple[Any, ...]:
     """The values of a jaxpr's constant variables (JAX 0.11 keeps them on the jaxpr itself)."""
     return tuple(getattr(jaxpr, "consts", ()))
@@ -77,6 +82,12 @@ def closed_jaxpr(
     debug = jex_core.DebugInfo(debug_name, f"dynaflow {debug_name}", None, None)
     effects = {e for e in effects if not _is_input_effect(e)}
     return ClosedJaxpr(Jaxpr((), list(invars), list(outvars), list(eqns), effects, debug), ())
+
+
+def with_equations(jaxpr: Any, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
+    """A jaxpr, open or closed, with other inputs, outputs and equations; its constants stay."""
+    parts = {"invars": list(invars), "outvars": list(outvars), "eqns": list(eqns)}
+    return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(**parts)) if hasattr(jaxpr, "jaxpr") else jaxpr.replace(**parts)
 
 
 def _is_input_effect(effect: Any) -> bool:
@@ -336,6 +347,16 @@ def device_of_client(client: Any, device_id: int) -> Any:
     return next(device for device in client.devices() if device.id == device_id)
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocation failed, on the host or on a device; errors of XLA and of CUDA say so in their text only."""
+    while error is not None:
+        said = str(error)
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in said or "OUT_OF_MEMORY" in said:
+            return True
+        error = error.__cause__
+    return False
+
+
 def module_bytecode(lowered: Any) -> bytes:
     """The StableHLO module of ``jax.jit(...).lower(...)`` as bytes."""
     from jax._src.interpreters import mlir
@@ -381,9 +402,33 @@ def wrap_key_data(bits: Any, dtype: Any) -> Any:
     return jax.random.wrap_key_data(bits, impl=dtype._impl.name)
 
 
-def no_mesh() -> contextlib.AbstractContextManager[Any]:
-    """A context without a mesh, inside ``shard_map`` too: for programs that run on one device."""
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+@contextlib.contextmanager
+def no_mesh() -> Iterator[None]:
+    """A context without a mesh, inside ``shard_map`` too: for programs that run on one device.
+
+    Nor is there a check of what varies from device to device: values that were traced in the mesh and values that were
+    not may meet.
+    """
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), config._check_vma(False):
+        yield
+
+
+def partitioned_axes() -> tuple[str, ...]:
+    """The mesh axes over which XLA partitions what is traced here: all that ``shard_map`` has not taken for itself."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return tuple(name for name, size, kind in axes if size > 1 and kind != jax.sharding.AxisType.Manual)
+
+
+def mesh_sizes() -> dict[str, int]:
+    """The sizes of the axes of the mesh that is in use where this is traced, outermost first."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+
+
+def retyped(aval: Any, shape: Sequence[int], dtype: Any) -> Any:
+    """The type of an array of another shape and dtype that varies over the same manual mesh axes."""
+    return aval.update(shape=tuple(shape), dtype=dtype, weak_type=False)
 
 
 def device_ordinals() -> list[int]:

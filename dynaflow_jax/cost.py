@@ -52,14 +52,33 @@ _EXPENSIVE = frozenset(
 # FLOP per byte above which the matrix unit, not the memory, is the limit: dense bf16 rate over memory bandwidth, of
 # vendors' data sheets.
 _RIDGE = {"H200": 206.0, "H100": 295.0, "A100": 156.0, "L4": 403.0, "T4": 203.0, "TPU": 240.0, "CPU": 12.0}
+# Bytes per second between a device and its memory, of the same data sheets.
+_BANDWIDTH = {
+    "H200": 4.8e12,
+    "H100": 3.35e12,
+    "A100": 2.0e12,
+    "L4": 3.0e11,
+    "T4": 3.2e11,
+    "TPU": 1.6e12,
+    "CPU": 1.0e11,
+}
 
 
 def ridge(platform: str, device_kind: str) -> float:
     """Operations per byte at which a device turns from memory-bound to compute-bound."""
-    for name, value in _RIDGE.items():
-        if name in device_kind:
-            return value
-    return _RIDGE["CPU"] if platform == "cpu" else _RIDGE["H100"]
+    return _RIDGE[_known(platform, device_kind)]
+
+
+def seconds(flops: float, size: float, platform: str, device_kind: str) -> float:
+    """The least time that a device needs for so many operations and bytes, at its dense bf16 rate and bandwidth."""
+    known = _known(platform, device_kind)
+    return max(size, flops / _RIDGE[known]) / _BANDWIDTH[known]
+
+
+def _known(platform: str, device_kind: str) -> str:
+    """The entry of the tables that a device is taken for."""
+    found = next((name for name in _RIDGE if name in device_kind), None)
+    return found or ("CPU" if platform == "cpu" else "H100")
 
 
 def size_of(aval: Any) -> int:
@@ -132,6 +151,17 @@ def traffic(eqns: Iterable[Any], outputs: Sequence[Any]) -> float:
     """
     fusion = _Fusion(list(_opened(eqns)), outputs)
     return float(sum(map(fusion.traffic, fusion.eqns)))
+
+
+def kernels(eqns: Iterable[Any]) -> int:
+    """How many kernels equations take at the least: one for each that is not fused into another, or one in all."""
+    count = 0
+    for eqn in _opened(eqns):
+        if eqn.primitive.name == "scan":
+            count += eqn.params["length"] * sum(kernels(compat.open_jaxpr(b).eqns) for _, b in compat.sub_jaxprs(eqn))
+        else:
+            count += eqn.primitive.name in _KERNELS
+    return max(count, 1)
 
 
 class _Fusion:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -17,12 +18,14 @@ from typing import Any, Literal
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from dynaflow_jax import compat, cost
 from dynaflow_jax.annotate import Label, Rule, Rules, is_labelling, labelling
 from dynaflow_jax.batch import draws as batch_draws
 from dynaflow_jax.batch import outputs as batch_outputs
 from dynaflow_jax.batch import split as batch_split
+from dynaflow_jax.batch.derive import Derivation, Underivable, divides_by
 from dynaflow_jax.batch.proof import Analysis, MixingSite, analyse
 from dynaflow_jax.batch.region import Region, Variant
 from dynaflow_jax.batch.state import Rows
@@ -30,11 +33,14 @@ from dynaflow_jax.errors import BatchMixingError, DispatchWarning, DynaFlowError
 from dynaflow_jax.graph import OpGraph, cut
 from dynaflow_jax.inline import Flat, inline, with_twins
 from dynaflow_jax.lowering import dispatch, xla
+from dynaflow_jax.lowering.choice import Choice, choose
+from dynaflow_jax.lowering.steps import RunRegion, Values
 from dynaflow_jax.plan import Plan, Replay, make_plan
 from dynaflow_jax.program import Program, trace
 from dynaflow_jax.runtime import extension
-from dynaflow_jax.runtime.binding import Binder
-from dynaflow_jax.schedule import InputInfo, OpScheduler, run_strategy
+from dynaflow_jax.runtime.binder import Binder
+from dynaflow_jax.runtime.work import Work
+from dynaflow_jax.schedule import InputInfo, OpScheduler, Step, run_strategy
 
 _CACHE_SIZE = 64  # resolved functions kept per dynaflow call, least recently used first out
 
@@ -87,8 +93,9 @@ def dynaflow(
         constraints on the arguments; not for arguments of a ``jit`` that leaves sharding to the compiler.
       backend: ``"xla"`` keeps order inside the program that XLA compiles; ``"dispatch"`` launches compiled operators on
         streams of their own, from one custom call (CUDA, and CPU threads as its twin); ``"auto"`` dispatches on CUDA
-        where the plan has several streams. What cannot be dispatched is lowered to XLA, with a warning. The environment
-        variable ``DYNAFLOW_BACKEND`` says what ``"auto"`` means.
+        where several streams have something to hide: communication, or the launching of many small kernels. What
+        cannot be dispatched is lowered to XLA, with a warning. The environment variable ``DYNAFLOW_BACKEND`` says
+        what ``"auto"`` means.
       unroll: how many iterations of a loop a strategy sees at once.
       context: anything hashable that the strategy should know: a phase, a load, a kind of hardware.
 
@@ -194,15 +201,17 @@ class DynaFlow:
         return self._resolve(args, kwargs)[0].plan
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
-        """The operators and the plan as text."""
+        """The operators, the plan, and how it is lowered and why, as text."""
         resolved = self._resolve(args, kwargs)[0]
-        return f"{resolved.region.graph.table()}\n\n{resolved.plan.show()}"
+        return f"{resolved.region.graph.table()}\n\n{resolved.plan.show()}\n\nLowering: {resolved.choice}"
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Does ahead of the first call what a dispatched plan does at it: binds the plan to these arrays' addresses.
 
         Without it the first call takes that long, as does one with weights at other addresses. Compiling is done when
-        the function is traced, in either case; a plan that is lowered to XLA has nothing more to prepare.
+        the function is traced, in either case; a plan that is lowered to XLA has nothing more to prepare. What cannot
+        be bound, for want of memory say, is lowered to XLA from here on, with a warning; only what was traced before
+        stays dispatched.
 
         Args:
           args: arrays, as for a call; those that are not split (weights) are expected where they are now.
@@ -467,22 +476,40 @@ class _Flattened:
     out_tree: Any
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Part:
+    """A micro-batch's program, and what is proven of it."""
+
+    flat: Flat
+    analysis: Analysis
+
+
 class Resolved:
     """A function at one set of shapes, with all that was decided for it.
 
     Attributes:
       region: the operators of the micro-batches.
       plan: what runs when.
+      choice: how it is lowered.
       constants: values that the function closes over, the first inputs of every program.
     """
 
-    def __init__(self, flow: DynaFlow, call: _Call):
+    def __init__(self, flow: DynaFlow, call: _Call, traced: _Traced | None = None):
+        """Decides everything.
+
+        Args:
+          flow: the function and how to schedule it.
+          call: arguments of the shapes to decide for.
+          traced: the whole batch's program, if a `Resolved` for these shapes has it already. This one then traces the
+            micro-batches' programs, which that one derived, and gives no warning a second time.
+        """
         self.flow = flow
         self.batch_size = call.batch_size() or None  # an empty batch is not split
         self.layout = dataclasses.replace(call, leaves=[])
         platform, kind = compat.device()
         self._ridge = cost.ridge(platform, kind)
-        traced = self._trace(None)
+        derive = traced is None
+        traced = traced or self._trace(None)
         if self.layout.shards == 1 and self.batch_size is not None:
             shards = traced.shards(call.axes)
             # Only a hint: a batch that does not divide is split by consecutive rows.
@@ -512,30 +539,77 @@ class Resolved:
         self._unopened = traced
         self._traced = traced.flat(flow, draws=split)
         self.constants = self._traced.constants
+        self._warn = derive
+        self._parts: dict[int, _Part] = {}
         self._variants: dict[int, Variant] = {}
-        self._states: dict[int, tuple[Any, ...]] = {}  # of the outputs, by size
-        self._draws: batch_draws.Draws = frozenset()
-        variants = tuple(map(self.variant, sizes)) if split else (Variant(self.graph, {}),)
-        self.region = Region(sizes, variants, self.variant)
-        if isinstance(strategy, Replay):
-            strategy.plan.validate(self.region, self.info)
-            self.plan = strategy.plan
-        else:
-            self.plan = make_plan(run_strategy(strategy, self.region, self.info), self.region, repr(strategy))
-        self._joins = batch_outputs.joins(
-            flow.out_axes,
-            self._traced.out_tree,
-            [self._states[size] for size in sizes] if split else None,
-            self._traced.flat.program.outvars,
-            flow.weights is not None,
-        )
+        self._derivation: Derivation | None = None
+        if split and derive:
+            self._derive(sizes)
+        try:
+            self.region, self.plan = self._schedule(sizes)
+        except Underivable:  # at a size that only the strategy asked for
+            self._give_up_deriving()
+            self.region, self.plan = self._schedule(sizes)
+        self._joins = self._how_to_join(sizes)
         self._run = jax.jit(self._evaluate, inline=True)
-        self._binder = self._dispatcher(platform)
+        self.choice = choose(flow.backend, platform, kind, self.region, self.plan.steps)
+        self._binder: Binder | None = None
+        self._run_dispatched: Callable[..., Any] | None = None
+        if self.choice.dispatch and self._can_dispatch(platform):
+            self._dispatch_all(platform)
 
     @functools.cached_property
     def graph(self) -> OpGraph:
         """The operators on the whole batch."""
-        return cut(self._traced.flat, self.flow.rules, self._ridge, warn=not self._variants)
+        return self._cut(self._traced.flat)
+
+    def _cut(self, flat: Flat) -> OpGraph:
+        warn, self._warn = self._warn, False
+        return cut(flat, self.flow.rules, self._ridge, warn=warn)
+
+    def _schedule(self, sizes: tuple[int, ...]) -> tuple[Region, Plan]:
+        """The operators of the micro-batches, and what the strategy does with them."""
+        variants = tuple(map(self.variant, sizes)) if len(sizes) > 1 else (Variant(self.graph, {}),)
+        region, strategy = Region(sizes, variants, self.variant), self.flow.scheduler
+        if isinstance(strategy, Replay):
+            strategy.plan.validate(region, self.info)
+            return region, strategy.plan
+        return region, make_plan(run_strategy(strategy, region, self.info), region, repr(strategy))
+
+    def _derive(self, sizes: tuple[int, ...]) -> None:
+        """Derives the micro-batches' programs from the whole batch's, if nothing stands against it.
+
+        What is refused of derived programs is refused only if it is of traced ones too, and in their words.
+        """
+        if any(map(callable, jax.tree.leaves(self.flow.out_axes))):
+            return  # a function of the parts is about what the function returns for a micro-batch
+        assert self.batch_size is not None
+        try:
+            self._derivation = Derivation(self._traced.flat, self.layout.axes, self.batch_size)
+            for size in sizes:
+                self._part(size)
+            self._how_to_join(sizes)
+        except (Underivable, SplitError, BatchMixingError):
+            self._give_up_deriving()
+
+    def _give_up_deriving(self) -> None:
+        self._derivation = None
+        self._parts.clear()
+        self._variants.clear()
+
+    def _how_to_join(self, sizes: tuple[int, ...]) -> list[batch_outputs.Join]:
+        """How each output is joined."""
+        program, divides = self._traced.flat.program, None
+        if self._derivation is not None:
+            divides = functools.partial(divides_by, program, self._derivation.counts | {self.batch_size})
+        return batch_outputs.joins(
+            self.flow.out_axes,
+            self._traced.out_tree,
+            [self._parts[size].analysis.outputs for size in sizes] if len(sizes) > 1 else None,
+            program.outvars,
+            self.flow.weights is not None,
+            divides,
+        )
 
     def _trace(self, size: int | None) -> _Traced:
         """The function's program at a batch size; ``None`` for the whole batch."""
@@ -563,26 +637,38 @@ class Resolved:
         return self._variants[size]
 
     def _make_variant(self, size: int) -> Variant:
-        assert self.batch_size is not None
-        full, states = self._traced, {}
+        full = self._traced.flat
         if size == self.batch_size:  # all micro-batches joined
-            part = full
+            flat, states = with_twins(full, full), {}
         else:
-            part = self._trace(size).flat(self.flow, draws=True)
-            analysis = self._analyse(part, size)
-            states = analysis.states
-            self._states[size] = analysis.outputs
-            self._draws = batch_draws.locate(part.flat, analysis.draws)
-        flat, index = with_twins(part.flat, full.flat), None
+            part = self._part(size)
+            flat, states = part.flat, part.analysis.states
+        draws = next((batch_draws.locate(part.flat, part.analysis.draws) for part in self._parts.values()), frozenset())
+        index = None
         if self.flow.rng == "exact":
-            flat = batch_draws.draw_once(flat, full.flat, self._draws)
+            flat = batch_draws.draw_once(flat, full, draws)
         else:
-            flat, index = batch_draws.draw_separately(flat, self._draws)
-        return Variant(cut(flat, self.flow.rules, self._ridge, warn=not self._variants), states, index)
+            flat, index = batch_draws.draw_separately(flat, draws)
+        return Variant(self._cut(flat), states, index)
 
-    def _analyse(self, part: _Flattened, size: int) -> Analysis:
+    def _part(self, size: int) -> _Part:
+        if size not in self._parts:
+            self._parts[size] = self._traced_part(size) if self._derivation is None else self._derived_part(size)
+        return self._parts[size]
+
+    def _derived_part(self, size: int) -> _Part:
+        assert self._derivation is not None
         assert self.batch_size is not None
-        full = self._traced
+        flat, constants = self._derivation.at(size), self.constants
+        programs = (self._traced.flat.program, flat.program)
+        analysis = analyse(*programs, self.layout.axes, self.batch_size, size, consts=(constants, constants))
+        if analysis.mixing:
+            raise Underivable(str(analysis.mixing[0]))
+        return _Part(flat, analysis)
+
+    def _traced_part(self, size: int) -> _Part:
+        assert self.batch_size is not None
+        full, part = self._traced, self._trace(size).flat(self.flow, draws=True)
         if len(part.flat.program.invars) != len(full.flat.program.invars) or part.out_tree != full.out_tree:
             raise SplitError(
                 f"At {size} rows the function closes over other constants, or returns another structure, than at "
@@ -593,76 +679,153 @@ class Resolved:
         analysis = analyse(*programs, self.layout.axes, self.batch_size, size, self._allows, consts=constants)
         if analysis.mixing:
             raise BatchMixingError(_mixing_message(analysis.mixing, self.batch_size, size))
-        return analysis
+        return _Part(with_twins(part.flat, full.flat), analysis)
 
     def _allows(self, site: MixingSite) -> bool:
         names = set(_names(site))
         return any(entry == "*" or entry in names for entry in self.flow.allowed)
 
-    def _dispatcher(self, platform: str) -> Binder | None:
-        """What runs the plan on streams of its own, if it can be and is wanted."""
-        wanted = self.flow.backend
-        overlaps = platform == "gpu" and len(self.plan.streams) > 1
-        if wanted == "xla" or (wanted == "auto" and not overlaps):
-            return None
-        problem = extension.unavailable_because(platform)
-        if problem and wanted == "dispatch":
-            raise DynaFlowError(f"backend='dispatch': {problem}.")
-        if problem:
-            return None
+    def _can_dispatch(self, platform: str) -> bool:
+        """Whether there is a dispatcher."""
+        if problem := extension.unavailable_because(platform):
+            if self.flow.backend == "dispatch":
+                raise DynaFlowError(f"backend='dispatch': {problem}.")
+            self.choice = Choice(False, problem)
+            return False
         extension.register()
+        return True
+
+    def _dispatch_all(self, platform: str) -> None:
+        """Has the plan run on streams of its own: all of it, or what is inside ``shard_map``."""
+        where = "cpu" if platform == "cpu" else "cuda"
+        if any(self._is_shard_map(step) for step in self.plan.steps):
+            region = functools.partial(self._dispatched_region, where)
+            self._run_dispatched = jax.jit(functools.partial(self._evaluate, run_region=region), inline=True)
+            return
+        self._binder = self._bound(lambda: self._work(where), where)
+        if self._binder is not None:
+            self._run_dispatched = functools.partial(self._dispatch, self._binder)
+
+    def _is_shard_map(self, step: Any) -> bool:
+        if step.body is None:
+            return False
+        op = self.region.graph[step.operators[0].key]
+        return op.program.eqns[-1].primitive.name == "shard_map"
+
+    def _work(self, where: str) -> Work:
+        """What a dispatched plan consists of."""
         flow, layout = self.flow, self.layout
         count = len(self.constants)
 
         def weights(values: Sequence[Any]) -> Any:
             args, kwargs = layout.arguments(values[count:])
             assert flow.weights is not None
-            return flow.weights(*args, **kwargs)
+            return batch_outputs.checked_weight(flow.weights(*args, **kwargs))
 
+        self._check_on_one_device()
         inputs = dispatch.Inputs(
             [var.aval for var in self._traced.flat.program.invars],
             [*(None for _ in self.constants), *layout.axes],
             layout.shards,
             None if flow.weights is None else weights,
+            compat.mesh_sizes(),
         )
         outputs = [atom.aval for atom in self._traced.flat.program.outvars]
-        name = getattr(flow.fun, "__name__", "function")
-        where = "cpu" if platform == "cpu" else "cuda"
+        with compat.no_mesh():
+            return dispatch.build(self._name, where, self.region, self.plan.steps, inputs, self._joins, outputs)
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.flow.fun, "__name__", "function")
+
+    def _bound(self, make: Callable[[], Work], where: str) -> Binder | None:
+        """A binder of work, compiled; ``None`` if that cannot be, whatever the reason is: there is another way."""
         try:
-            with compat.no_mesh():
-                work = dispatch.build(name, where, self.region, self.plan.steps, inputs, self._joins, outputs)
-            binder = Binder(work, where, compat.device_ordinals())
-            binder.rehearse()
-        except Exception as error:  # whatever it is, there is another way
-            warn_user(f"{flow!r} is not dispatched but lowered to XLA: {error}", DispatchWarning)
+            binder = Binder(make(), where, compat.device_ordinals())
+        except Exception as error:
+            self._fall_back(error)
             return None
-        flow.own(binder)
+        try:
+            binder.rehearse()
+        except Exception as error:
+            binder.close()
+            self._fall_back(error)
+            return None
+        self.flow.own(binder)
         return binder
+
+    def _dispatched_region(self, where: str, region: Region, steps: Sequence[Step], values: Values) -> Values:
+        """The body of a ``shard_map``, dispatched by each of its devices."""
+        operands, avals = [], []
+
+        def make() -> Work:
+            mesh = compat.mesh_sizes()
+            with compat.no_mesh():
+                work, *rest = dispatch.build_region(self._name, where, region, steps, values, mesh)
+            operands[:], avals[:] = rest
+            return work
+
+        binder = self._bound(make, where)
+        if binder is None:
+            return xla.run(region, steps, values)
+        results = iter(dispatch.call(binder, avals, operands))
+        return [[next(results) for _ in variant.graph.program.outvars] for variant in region.variants]
+
+    def _check_on_one_device(self) -> None:
+        """Raises if XLA is to partition the function: it would gather all rows on every device for a custom call."""
+        axes = compat.partitioned_axes()
+        if axes or self.layout.shards > 1:
+            over = f"the mesh axes {', '.join(axes)}" if axes else f"{self.layout.shards} devices"
+            raise DynaFlowError(f"XLA partitions it over {over}, and a dispatched plan runs inside shard_map only.")
+
+    def _fall_back(self, error: Exception) -> None:
+        """Lowers to XLA what could not be dispatched."""
+        self.choice = Choice(False, f"it cannot be dispatched: {error}")
+        warn_user(f"{self.flow!r} is not dispatched but lowered to XLA: {error}", DispatchWarning)
 
     def prepare(self, leaves: Sequence[Any]) -> None:
         """Binds the plan to the addresses of these arrays, if it is dispatched."""
-        if self._binder is None:
+        binder = self._binder
+        if binder is None:
             return
+        if binder.work.mesh:
+            raise DynaFlowError(f"{self.flow!r}.prepare: a plan of several devices is bound at its first call.")
         values = [*self.constants, *leaves]
         if not all(isinstance(value, jax.Array) and not compat.is_tracer(value) for value in values):
             raise DynaFlowError(f"{self.flow!r}.prepare takes arrays of JAX's, whose addresses it asks for.")
         (device,) = values[0].devices() if values else [None]
-        self._binder.bind(compat.ordinal(device), [compat.address(value) for value in values], [])
+        try:
+            binder.bind([(compat.ordinal(device), [compat.address(value) for value in values], [])])
+        except Exception as error:
+            self._binder = self._run_dispatched = None
+            self._fall_back(error)
 
-    def _dispatch(self, constants: list[Any], leaves: list[Any]) -> list[Any]:
-        assert self._binder is not None
+    def _dispatch(self, binder: Binder, constants: list[Any], leaves: list[Any]) -> list[Any]:
         outputs = [atom.aval for atom in self._traced.flat.program.outvars]
-        return dispatch.call(self._binder, outputs, [*constants, *leaves])
+        return dispatch.call(binder, outputs, [*constants, *leaves])
 
     def call(self, leaves: Sequence[Any]) -> Any:
         """Evaluates the plan on arrays of the shapes it was made for."""
         run = self._run
         if self.region.graph.opened:
             run = _with_derivative_of(self._run, self._unscheduled)
-        if self._binder is not None:
-            run = _instead_of(run, self._dispatch)
+        elif self._derivation is not None and self._derivation.custom:
+            run = _with_derivative_of(self._run, lambda *values: self._differentiable._run(*values))
+        if self._run_dispatched is not None:
+            run = _instead_of(run, self._run_dispatched)
         outs = run(list(self.constants), list(leaves))
         return jax.tree.unflatten(self._traced.out_tree, outs)
+
+    @functools.cached_property
+    def _differentiable(self) -> Resolved:
+        """The same, with traced micro-batches.
+
+        Calls with derivative rules of their own (``custom_jvp``) hold them as functions for the shapes that were
+        traced. In a derived program these are the whole batch's.
+        """
+        flow = copy.copy(self.flow)
+        flow.backend = "xla"  # what a dispatched plan is differentiated through
+        return Resolved(flow, self.layout, self._unopened)
 
     def _unscheduled(self, constants: list[Any], leaves: list[Any]) -> list[Any]:
         # The program, not the function, which may close over values that are differentiated: they are its constants.
@@ -670,10 +833,10 @@ class Resolved:
         jaxpr = compat.closed_jaxpr(program.invars, program.outvars, program.eqns, "unscheduled")
         return jex_core.jaxpr_as_fun(jaxpr)(*own, *leaves)
 
-    def _evaluate(self, constants: list[Any], leaves: list[Any]) -> list[Any]:
+    def _evaluate(self, constants: list[Any], leaves: list[Any], run_region: RunRegion | None = None) -> list[Any]:
         sizes, shards = self.region.sizes, self.layout.shards
         if len(sizes) == 1:
-            return xla.run(self.region, self.plan.steps, [[*constants, *leaves]], shards)[0]
+            return xla.run(self.region, self.plan.steps, [[*constants, *leaves]], shards, run_region)[0]
         parts, arguments = [], []
         for m, (offset, size) in enumerate(zip(batch_split.offsets(sizes), sizes, strict=True)):
             rows = [
@@ -683,7 +846,7 @@ class Resolved:
             index = [jnp.uint32(m)] if self.region.variants[m].index is not None else []
             arguments.append(rows)
             parts.append([*index, *constants, *rows])
-        outs = xla.run(self.region, self.plan.steps, parts, shards)
+        outs = xla.run(self.region, self.plan.steps, parts, shards, run_region)
         weights = None
         if self.flow.weights is not None:
             weights = []
@@ -742,8 +905,18 @@ def _with_derivative_of(run: Callable[..., Any], fun: Callable[..., Any]) -> Cal
     """
     scheduled = jax.custom_jvp(run)
 
-    @scheduled.defjvp
-    def jvp(primals, tangents):  # pyright: ignore[reportUnusedFunction]
-        return jax.jvp(fun, primals, tangents)
+    def jvp(primals: Any, tangents: Any) -> Any:
+        # With respect to what is differentiated alone. The others' tangents, given as zeros, would meet tangents in
+        # optimization barriers, which JAX from 0.11 on cannot transpose then.
+        values, tree = jax.tree.flatten(primals)
+        given = tree.flatten_up_to(tangents)
+        varied = [i for i, tangent in enumerate(given) if not isinstance(tangent, SymbolicZero)]
 
+        def of_varied(*varying: Any) -> Any:
+            replaced = dict(zip(varied, varying, strict=True))
+            return fun(*jax.tree.unflatten(tree, [replaced.get(i, value) for i, value in enumerate(values)]))
+
+        return jax.jvp(of_varied, [values[i] for i in varied], [given[i] for i in varied])
+
+    scheduled.defjvp(jvp, symbolic_zeros=True)
     return scheduled

@@ -1,10 +1,14 @@
 """Strategies and a small model for the tests of the interface."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import mlir
 
 import dynaflow_jax as df
+from dynaflow_jax.runtime.work import Partition
 
 
 class Split(df.OpScheduler):
@@ -81,3 +85,15 @@ def looped(w, x):
         return x, x.sum(1)
 
     return jax.lax.scan(step, x, None, length=5)
+
+
+def lowered(flow, *args):
+    """All that XLA is given to compile for a function: equal for equal plans, whatever number the dispatcher gave."""
+    text = jax.jit(flow).lower(*args).as_text()
+    binder = flow._resolve(args, {})[0]._binder
+    if binder is None:
+        return [text]
+    with mlir.make_ir_context():  # as text, which leaves out the lines of source that each was traced at
+        operations = binder.work.operations
+        modules = [str(mlir.ir.Module.parse(op.module)) for op in operations if isinstance(op, Partition)]
+    return [re.sub(r"plan = \d+ : i64", "plan", text), *modules]

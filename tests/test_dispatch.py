@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
 from dynaflow_jax.errors import DispatchWarning
-from dynaflow_jax.runtime import binding, extension
+from dynaflow_jax.runtime import cuda, extension, host, private
 
 pytestmark = pytest.mark.skipif(extension.module is None, reason="the extension was not built")
 
@@ -95,6 +95,22 @@ def test_it_is_differentiated_and_mapped_over_as_lowered_to_xla():
     close(jax.vmap(flow, (None, 0))(WS, jnp.stack([X, X * 2])), jnp.stack([model(WS, X), model(WS, X * 2)]))
 
 
+@pytest.mark.parametrize("wrt", [0, 1, (0, 1)], ids=str)
+@pytest.mark.parametrize("transform", [jax.grad, jax.jacfwd, lambda f, wrt: jax.grad(jax.checkpoint(f), wrt)])
+def test_differentiating_steps_that_are_held_back(wrt, transform):
+    """On one stream, steps wait for each other at optimization barriers, which also hold what is not differentiated."""
+
+    class OneStream(Streams):
+        def schedule(self, ctx):
+            while ops := ctx.get_ready_ops():
+                for op in reversed(ops):
+                    ctx.execute(op)
+
+    flow = df.dynaflow(model, scheduler=OneStream(4, 4), batch_axes=(None, 0), backend="dispatch")
+    total = lambda fun: lambda ws, x: (fun(ws, x) ** 2).mean()  # noqa: E731
+    close(transform(total(flow), wrt)(WS, X), transform(total(model), wrt)(WS, X))
+
+
 def test_dropout_is_exact():
     def drop(key, x):
         with df.mark("drop"):
@@ -122,19 +138,78 @@ def test_inside_shard_map():
             close(jax.jit(mapped)(WS, X), model(WS, X))
 
 
-def test_communication_between_devices_is_lowered_to_xla():
-    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
+def test_what_xla_partitions_is_lowered_to_xla():
+    """A custom call would have every row gathered on every device."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    flow = df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0), backend="dispatch", batch_shards=4)
+    with pytest.warns(DispatchWarning, match=r"XLA partitions it over 4 devices, and .* inside shard_map only"):
+        compiled = jax.jit(flow).lower(WS, x).compile()
+    assert "all-gather" not in compiled.as_text()
+    close(compiled(WS, x), model(WS, X))
+    assert "one XLA program, since it cannot be dispatched: XLA partitions" in flow.explain(WS, x)
+    flow = df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0), backend="dispatch")
+    with jax.set_mesh(mesh), pytest.warns(DispatchWarning, match="over the mesh axes data"):
+        jax.jit(flow).lower(WS, X)
 
-    def parallel(w, x):
-        with df.mark("product"):
-            y = jnp.tanh(x @ w) @ w.T
-        return jax.lax.psum(y, "model")
 
-    flow = df.dynaflow(parallel, scheduler=Streams(4, 4), batch_axes=(None, 0), backend="dispatch")
-    specs = {"mesh": mesh, "in_specs": (P(None, "model"), P()), "out_specs": P()}
-    with pytest.warns(DispatchWarning, match="psum"):
-        got = jax.jit(jax.shard_map(flow, **specs))(WS[0], X)
-    close(got, jax.jit(jax.shard_map(parallel, **specs))(WS[0], X))
+class Memory:
+    """The host twin's memory: has room for so many more values, or for any number."""
+
+    def __init__(self, monkeypatch):
+        self.room = None
+        real = host.HostBinding.allocate
+
+        def allocate(own, size):
+            if self.room is not None:
+                if not self.room:
+                    raise MemoryError(f"no room for {size} bytes")
+                self.room -= 1
+            return real(own, size)
+
+        monkeypatch.setattr(host.HostBinding, "allocate", allocate)
+
+
+ADVICE = r"no memory left to dispatch model: (.|\n)*XLA_PYTHON_CLIENT_MEM_FRACTION(.|\n)*backend='xla'"
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_without_memory_a_call_says_what_to_do_and_the_next_one_runs(room, monkeypatch):
+    memory = Memory(monkeypatch)
+    run = dispatched(model, 4, 4)
+    memory.room = room
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=ADVICE):
+            run(WS, X).block_until_ready()
+    memory.room = None
+    close(run(WS, X), model(WS, X))
+    memory.room = room  # what is bound needs none; other weights do
+    close(run(WS, X * 2), model(WS, X * 2))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=ADVICE):
+        run([w * 2 for w in WS], X).block_until_ready()
+    close(run(WS, X), model(WS, X))
+
+
+def test_without_memory_prepare_falls_back(monkeypatch):
+    memory = Memory(monkeypatch)
+    flow = df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0), backend="dispatch")
+    assert flow.explain(WS, X).endswith("Lowering: dispatched, since the backend is 'dispatch'")
+    memory.room = 2
+    with pytest.warns(DispatchWarning, match=ADVICE):
+        flow.prepare(WS, X)
+    close(jax.jit(flow)(WS, X), model(WS, X))
+    assert "dynaflow_dispatch" not in jax.jit(flow).lower(WS, X).as_text()
+    assert "one XLA program, since it cannot be dispatched: There is no memory" in flow.explain(WS, X)
+
+
+def test_without_memory_at_the_trace_it_falls_back(monkeypatch):
+    def compile(self, module):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes.")
+
+    monkeypatch.setattr(private.Client, "compile", compile)
+    flow = df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0), backend="dispatch")
+    with pytest.warns(DispatchWarning, match=ADVICE):
+        close(jax.jit(flow)(WS, X), model(WS, X))
 
 
 def test_callbacks_are_lowered_to_xla():
@@ -200,7 +275,7 @@ def test_prepare():
     assert extension.module.plan_stats(resolved._binder.plan)["misses"] == 0
     with pytest.raises(df.DynaFlowError, match="prepare takes arrays"):
         flow.prepare(WS, np.asarray(X))
-    df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0)).prepare(WS, X)  # nothing to do
+    df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0), backend="xla").prepare(WS, X)  # nothing to do
 
 
 def test_the_environment_says_what_auto_means(monkeypatch):
@@ -223,6 +298,7 @@ def test_it_survives_cleared_caches():
 
 
 def test_without_the_extension(monkeypatch):
+    monkeypatch.delenv("DYNAFLOW_BACKEND", raising=False)
     monkeypatch.setattr(extension, "module", None)
     with pytest.raises(df.DynaFlowError, match="not built"):
         df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0), backend="dispatch")(WS, X)
@@ -242,9 +318,9 @@ ENTRY %main (a: f32[8]) -> (f32[8], s32[]) {
 
 
 def test_what_a_capture_would_miss_is_refused():
-    binding._check_capturable(MODULE, "op")
+    cuda.check_capturable(MODULE, "op")
     for marker, added in (("  %begin", "  %c = f32[8]{0} copy(%a)\n"), ("  ROOT", "  %c = f32[8]{0} copy(%f)\n")):
         with pytest.raises(df.DynaFlowError, match="op cannot be captured: XLA moved a copy"):
-            binding._check_capturable(MODULE.replace(marker, added + marker), "op")
+            cuda.check_capturable(MODULE.replace(marker, added + marker), "op")
     with pytest.raises(df.DynaFlowError, match="op cannot be captured: it holds a while"):
-        binding._check_capturable(MODULE.replace("  %f", "  %w = (f32[8]{0}, s32[]) while(%t)\n  %f", 1), "op")
+        cuda.check_capturable(MODULE.replace("  %f", "  %w = (f32[8]{0}, s32[]) while(%t)\n  %f", 1), "op")

@@ -35,7 +35,12 @@ class Join:
 
 
 def joins(
-    out_axes: Any, out_tree: Any, states: Sequence[Sequence[State]] | None, outvars: Sequence[Any], weighted: bool
+    out_axes: Any,
+    out_tree: Any,
+    states: Sequence[Sequence[State]] | None,
+    outvars: Sequence[Any],
+    weighted: bool,
+    divides: Callable[[], bool] | None = None,
 ) -> list[Join]:
     """How each output is joined, checked against what is proven of it.
 
@@ -45,6 +50,7 @@ def joins(
       states: for each micro-batch, the state of each output; ``None`` if the batch is not split.
       outvars: the outputs.
       weighted: whether the user gives the weights of means.
+      divides: if the parts are derived (see `derive`), whether the function divides by a number of rows.
 
     Raises:
       SplitError: if an output has no batch axis and ``out_axes`` does not say what to do.
@@ -74,7 +80,7 @@ def joins(
             found.append(Join("first"))
             continue
         own = list(dict.fromkeys(part[i] for part in states))
-        found.append(_join(want, own, name, outvars[i].aval, weighted))
+        found.append(_join(want, own, name, outvars[i].aval, weighted, divides))
     return found
 
 
@@ -88,8 +94,23 @@ def _checked(want: Any, name: str) -> Any:
         raise SplitError(f"out_axes gives {name} {want!r}; it takes an axis, 'mean', 'sum' or a function.") from None
 
 
-def _join(want: Any, states: list[State], name: str, aval: Any, weighted: bool) -> Join:
+def _join(
+    want: Any,
+    states: list[State],
+    name: str,
+    aval: Any,
+    weighted: bool,
+    divides: Callable[[], bool] | None,
+) -> Join:
     state = states[0]
+    if divides is not None and isinstance(state, (Invariant, Total)) and is_one_scale(state):
+        # Parts that add up to the function's sum, or to its mean: that is what a constant of the program decides.
+        # What does not look like what out_axes says is traced, to know.
+        if isinstance(state, Invariant) and want in (None, "mean"):
+            return Join("first")
+        if isinstance(state, Total) and not weighted and want == ("mean" if divides() else "sum"):
+            return Join("sum")
+        raise SplitError(f"{name} {_is(state)}, and out_axes={want!r}.")
     if callable(want):
         return Join("function", function=want, name=name)
     if isinstance(state, Rows) and all(isinstance(s, Rows) and s.axis == state.axis for s in states):

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from dynaflow_jax import compat
+from dynaflow_jax import compat, cost
 from dynaflow_jax.batch.outputs import Join
 from dynaflow_jax.batch.outputs import join as join_outputs
 from dynaflow_jax.batch.region import Region
 from dynaflow_jax.batch.split import offsets, take
 from dynaflow_jax.batch.state import Rows
 from dynaflow_jax.errors import DynaFlowError
-from dynaflow_jax.lowering import xla
+from dynaflow_jax.lowering import communication
 from dynaflow_jax.lowering.steps import Slot, Values, call_of
-from dynaflow_jax.runtime.binding import Binder
-from dynaflow_jax.runtime.work import ALIGNMENT, Partition, Value, Work
+from dynaflow_jax.lowering.tasks import Builder, Entry, Expr, Term, from_bits, physical, to_bits
+from dynaflow_jax.program import Program
+from dynaflow_jax.runtime.binder import Binder
+from dynaflow_jax.runtime.work import ALIGNMENT, Where, Work
 from dynaflow_jax.schedule import Step
 
-_numbers = itertools.count(1)  # of captures
+MAX_STEPS = 4096
+"""A loop is dispatched iteration by iteration; with more steps than this it is not worth its captures."""
+
+_EDGE = Where("compute")  # where inputs are split and outputs joined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,83 +39,14 @@ class Inputs:
       axes: the batch axis of each, or ``None``.
       shards: over how many devices the batch is sharded.
       weights: from a micro-batch's inputs to its weight in means, or ``None``.
+      mesh: the sizes of the mesh axes around the function, outermost first; empty on a single device.
     """
 
     avals: Sequence[Any]
     axes: Sequence[int | None]
     shards: int
     weights: Callable[[Sequence[Any]], Any] | None
-
-
-class Builder:
-    """Puts a plan's work together: compiled modules, and the values that go between them.
-
-    Args:
-      name: the function's name.
-      platform: ``"cpu"`` or ``"cuda"``.
-      avals: types of the inputs.
-    """
-
-    def __init__(self, name: str, platform: str, avals: Sequence[Any]):
-        self.name = name
-        self.platform = platform
-        self.avals: list[Any] = []  # of values, as programs see them
-        self.values: list[Value] = []
-        self.partitions: list[Partition] = []
-        self.outputs: list[tuple[int, tuple[tuple[int, int], ...]]] = []
-        self.inputs = [self.value(aval, source=(i, 0)) for i, aval in enumerate(avals)]
-
-    def value(self, aval: Any, source: tuple[int, int] | None = None, constant: Any = None) -> int:
-        """A new value of a type."""
-        shape, dtype = _physical(aval)
-        self.avals.append(aval)
-        self.values.append(Value(shape, dtype, source, constant))
-        return len(self.values) - 1
-
-    def constant(self, value: Any) -> int:
-        """A value that is known."""
-        value = np.asarray(value)
-        return self.value(jax.ShapeDtypeStruct(value.shape, value.dtype), constant=value)
-
-    def atom(self, atom: Any, m: int, env: dict[Slot, int]) -> int:
-        """The value of an output of a micro-batch's program."""
-        return self.constant(np.asarray(atom.val, atom.aval.dtype)) if compat.is_literal(atom) else env[m, atom]
-
-    def partition(
-        self, name: str, fun: Callable[..., Sequence[Any]], reads: Sequence[int], writes: Sequence[int], **where: Any
-    ) -> int:
-        """A new partition that computes ``fun`` from values to values; returns its index."""
-        number = None if self.platform == "cpu" else next(_numbers)
-        avals = [self.avals[i] for i in reads]
-
-        def physical(*args: Any) -> list[Any]:
-            return [_to_bits(x) for x in fun(*map(_from_bits, args, avals))]
-
-        body = physical if number is None else _captured(physical, number)
-        shapes = [jax.ShapeDtypeStruct(self.values[i].shape, self.values[i].dtype) for i in reads]
-        try:
-            # Arguments that a partition does not use stay arguments, so that its signature is what it reads.
-            module = compat.module_bytecode(jax.jit(body, keep_unused=True).lower(*shapes))
-        except Exception as error:
-            raise DynaFlowError(f"{name} cannot be compiled on its own: {error}") from error
-        if compat.has_host_callback(module):
-            raise DynaFlowError(f"{name} calls back to the host.")
-        self.partitions.append(
-            Partition(name=name, reads=tuple(reads), writes=tuple(writes), module=module, capture=number, **where)
-        )
-        return len(self.partitions) - 1
-
-    def output(self, parts: Sequence[int]) -> None:
-        """The next output: values end to end."""
-        spans = list(itertools.accumulate((self.values[i].size for i in parts), initial=0))
-        self.outputs.append((spans[-1], tuple(zip(parts, spans[:-1], strict=True))))
-
-    def work(self, moving: Sequence[bool]) -> Work:
-        """What was put together."""
-        sizes = tuple(self.values[i].size for i in self.inputs)
-        if not all(value.size for value in self.values):
-            raise DynaFlowError("a value without elements has no address.")
-        return Work(self.name, tuple(self.values), tuple(self.partitions), sizes, tuple(moving), tuple(self.outputs))
+    mesh: Mapping[str, int]
 
 
 def build(
@@ -124,7 +58,7 @@ def build(
     joins: Sequence[Join],
     outputs: Sequence[Any],
 ) -> Work:
-    """Everything that a plan runs, as modules of their own.
+    """Everything that a plan runs, as modules of their own and as exchanges between devices.
 
     Args:
       name: the function's name.
@@ -136,22 +70,65 @@ def build(
       outputs: types of its outputs.
 
     Raises:
-      DynaFlowError: naming the operator that cannot be compiled on its own: it communicates between devices, say.
+      DynaFlowError: naming the operator that cannot be compiled on its own: it calls back to the host, say.
     """
-    builder = Builder(name, platform, inputs.avals)
+    builder = Builder(name, platform, inputs.avals, inputs.mesh)
     rows = _split(builder, region.sizes, inputs)
-    env: dict[Slot, int] = {}
+    env: dict[Slot, Term] = {}
     for m, variant in enumerate(region.variants):
-        values = [] if variant.index is None else [builder.constant(np.uint32(m))]
+        values: list[Term] = [] if variant.index is None else [builder.constant(np.uint32(m))]
         values += rows[m]
         env.update(zip([(m, var) for var in variant.graph.program.invars], values, strict=True))
-    _add_steps(builder, region, steps, env, inputs.shards)
+    _Steps(builder, inputs.shards).run(region, steps, env)
     parts = [
-        [builder.atom(atom, m, env) for atom in variant.graph.program.outvars]
+        [_term(builder, atom, m, env) for atom in variant.graph.program.outvars]
         for m, variant in enumerate(region.variants)
     ]
     _join(builder, region.sizes, inputs, joins, outputs, parts, rows)
     return builder.work([axis is not None for axis in inputs.axes])
+
+
+def build_region(
+    name: str, platform: str, region: Region, steps: Sequence[Step], values: Values, mesh: Mapping[str, int]
+) -> tuple[Work, list[Any], list[Any]]:
+    """Everything that the body of a ``shard_map`` runs, on one of its devices.
+
+    Args:
+      name: the function's name.
+      platform: ``"cpu"`` or ``"cuda"``.
+      region: the operators of every micro-batch.
+      steps: the plan's for this region.
+      values: what the micro-batches' programs start from; one and the same object where they have it in common.
+      mesh: the sizes of the mesh axes, outermost first.
+
+    Returns:
+      The work; its operands, each once; and the types of its results, one micro-batch's after the other's.
+    """
+    operands = list({id(value): value for own in values for value in own}.values())
+    index_of = {id(value): i for i, value in enumerate(operands)}
+    builder = Builder(name, platform, [jax.typeof(value) for value in operands], mesh)
+    env: dict[Slot, Term] = {}
+    for m, (variant, own) in enumerate(zip(region.variants, values, strict=True)):
+        found = [builder.inputs[index_of[id(value)]] for value in own]
+        env.update(zip([(m, var) for var in variant.graph.program.invars], found, strict=True))
+    _Steps(builder, 1).run(region, steps, env)
+    avals = []
+    for m, variant in enumerate(region.variants):
+        for atom in variant.graph.program.outvars:
+            avals.append(atom.aval)
+            builder.output([builder.in_memory(_term(builder, atom, m, env), atom.aval, "output", _EDGE)])
+    # What all micro-batches read are weights, mostly, which stay where they are.
+    common = set.intersection(*({id(value) for value in own} for own in values))
+    split = len(values) > 1
+    return builder.work([split and id(value) not in common for value in operands]), operands, avals
+
+
+def _term(builder: Builder, atom: Any, m: int, env: Mapping[Slot, Term]) -> Term:
+    """The value of a variable or literal of a micro-batch's program."""
+    return builder.constant(np.asarray(atom.val, atom.aval.dtype)) if compat.is_literal(atom) else env[m, atom]
+
+
+# -- inputs and outputs ----------------------------------------------------------------------------------------------
 
 
 def _split(builder: Builder, sizes: Sequence[int], inputs: Inputs) -> list[list[int]]:
@@ -164,14 +141,14 @@ def _split(builder: Builder, sizes: Sequence[int], inputs: Inputs) -> list[list[
     for i, axis in enumerate(inputs.axes):
         if axis is None:
             continue
-        value, aval = builder.values[builder.inputs[i]], inputs.avals[i]
-        row = value.size // max(value.shape[0], 1) if value.shape else 0
-        in_place = axis == 0 and inputs.shards == 1 and not any(row * offset % ALIGNMENT for offset, _ in spans)
-        for m, (offset, size) in enumerate(spans):
-            source = (i, row * offset) if in_place else None
-            rows[m][i] = builder.value(compat.resized(aval, axis, size), source)
-        if not in_place:
+        aval = inputs.avals[i]
+        shape, dtype = physical(aval)
+        row = int(np.prod(shape[1:], dtype=int)) * dtype.itemsize
+        if axis or inputs.shards > 1 or any(row * offset % ALIGNMENT for offset, _ in spans):
             cut.append(i)
+            continue
+        for m, (offset, size) in enumerate(spans):
+            rows[m][i] = builder.value(compat.resized(aval, 0, size), within=(builder.inputs[i], row * offset))
     if cut:
 
         def split(*values: Any) -> list[Any]:
@@ -182,32 +159,12 @@ def _split(builder: Builder, sizes: Sequence[int], inputs: Inputs) -> list[list[
                 for value, axis in zip(values, axes, strict=True)
             ]
 
-        reads = [builder.inputs[i] for i in cut]
-        builder.partition("split", split, reads, [rows[m][i] for m in range(len(sizes)) for i in cut], stream="compute")
+        avals = [compat.resized(inputs.avals[i], inputs.axes[i] or 0, size) for size in sizes for i in cut]
+        made = iter(builder.task("split", split, [builder.inputs[i] for i in cut], avals, _EDGE))
+        for m in range(len(sizes)):
+            for i in cut:
+                rows[m][i] = next(made)
     return rows
-
-
-def _add_steps(builder: Builder, region: Region, steps: Sequence[Step], env: dict[Slot, int], shards: int) -> None:
-    """One partition for every step; ``env`` holds the values of variables and is added to."""
-    indices: list[int] = []
-
-    def run_region(region: Region, steps: Sequence[Step], inputs: Values) -> Values:
-        return xla.run(region, steps, inputs, shards)
-
-    for step in steps:
-        call = call_of(region, step, run_region, shards)
-        slots = [env[slot] for slot in call.reads]
-        reads = list(dict.fromkeys(slots))
-        writes = [builder.value(var.aval) for _, var in call.writes]
-
-        def compute(*values: Any, call=call, slots=slots, reads=reads) -> Sequence[Any]:
-            found = dict(zip(reads, values, strict=True))
-            return call.compute(*(found[slot] for slot in slots))
-
-        env.update(zip(call.writes, writes, strict=True))
-        where = {"stream": step.stream, "priority": step.priority, "sm_budget": step.sm_budget}
-        after = tuple(indices[i] for i in step.after)
-        indices.append(builder.partition(str(step), compute, reads, writes, after=after, **where))
 
 
 def _join(
@@ -216,35 +173,37 @@ def _join(
     inputs: Inputs,
     joins: Sequence[Join],
     outputs: Sequence[Any],
-    parts: Sequence[Sequence[int]],
+    parts: Sequence[Sequence[Term]],
     rows: Sequence[Sequence[int]],
 ) -> None:
     """The outputs, from those of the micro-batches."""
+    batches = range(len(sizes))
     computed = [i for i, how in enumerate(joins) if len(sizes) > 1 and not _lies_end_to_end(how, inputs.shards)]
     made: dict[int, int] = {}
     if computed:
-        made = {i: builder.value(outputs[i]) for i in computed}
-        batches = range(len(sizes))
-        reads = list(dict.fromkeys(parts[m][i] for m in batches for i in computed))
-        if inputs.weights is not None:
-            reads = list(dict.fromkeys([*reads, *(value for own in rows for value in own)]))
+        terms: list[Term] = [parts[m][i] for m in batches for i in computed]
+        weighed = [] if inputs.weights is None else [value for own in rows for value in own]
 
         def join(*values: Any) -> list[Any]:
-            found = dict(zip(reads, values, strict=True))
-            outs = [[found[parts[m][i]] for i in computed] for m in batches]
+            count = len(computed)
+            outs = [list(values[m * count : (m + 1) * count]) for m in batches]
             weights = None
             if inputs.weights is not None:
-                weights = [inputs.weights([found[value] for value in rows[m]]) for m in batches]
+                own = values[len(sizes) * count :]
+                each = len(own) // len(sizes)
+                weights = [inputs.weights(own[m * each : (m + 1) * each]) for m in batches]
             return join_outputs([joins[i] for i in computed], outs, sizes, inputs.shards, weights)
 
-        builder.partition("join", join, reads, list(made.values()), stream="compute")
+        values = builder.task("join", join, [*terms, *weighed], [outputs[i] for i in computed], _EDGE)
+        made = dict(zip(computed, values, strict=True))
     for i, how in enumerate(joins):
         if i in made:
             builder.output([made[i]])
-        elif how.how == "rows" and len(sizes) > 1:
-            builder.output([own[i] for own in parts])
-        else:
-            builder.output([parts[0][i]])
+            continue
+        own = [parts[m][i] for m in batches] if how.how == "rows" else [parts[0][i]]
+        # A literal output of the function has a type of its own; parts have the output's, but for their rows.
+        avals = [outputs[i]] if len(own) == 1 else [compat.resized(outputs[i], 0, size) for size in sizes]
+        builder.output([builder.in_memory(t, a, "output", _EDGE) for t, a in zip(own, avals, strict=True)])
 
 
 def _lies_end_to_end(how: Join, shards: int) -> bool:
@@ -252,6 +211,170 @@ def _lies_end_to_end(how: Join, shards: int) -> bool:
     if how.how == "first":
         return True
     return how.how == "rows" and how.rows is not None and how.rows.axis == 0 and how.rows.outer == 1 and shards == 1
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+
+
+class _Steps:
+    """Adds the operations of steps to a builder."""
+
+    def __init__(self, builder: Builder, shards: int):
+        self.builder = builder
+        self.shards = shards
+        self._count = 0
+
+    def run(self, region: Region, steps: Sequence[Step], env: dict[Slot, Term]) -> None:
+        """Adds the operations of a region's steps; ``env`` holds the values of variables and is added to."""
+        last: list[Entry | None] = []  # of each step's operations
+        for step in steps:
+            self._count += 1
+            if self._count > MAX_STEPS:
+                raise DynaFlowError(
+                    f"{step} belongs to loops of more than {MAX_STEPS} steps in all, each of which would be captured "
+                    "by itself."
+                )
+            before = len(self.builder.entries)
+            after = [found for i in step.after if (found := last[i]) is not None]
+            if step.body is not None:
+                self._loop(region, step, env)
+            else:
+                self._step(region, step, env, after)
+            last.append(self.builder.entries[-1] if len(self.builder.entries) > before else None)
+
+    def _step(self, region: Region, step: Step, env: dict[Slot, Term], after: Sequence[Entry]) -> None:
+        where = Where(step.stream, step.priority, step.sm_budget)
+        first = step.operators[0]
+        plain = step.fn is None and not step.is_merged and first.micro_batch is not None
+        ops = [(ref.micro_batch or 0, region.variants[ref.micro_batch or 0].graph[ref.key]) for ref in step.operators]
+        if plain and any(communication.communicates(eqn) for _, op in ops for eqn in op.program.eqns):
+            for m, op in ops:
+                values = {var: env[m, var] for var in op.program.invars}
+                found = self._equations(op.program, values, str(step), where, after)
+                env.update(zip([(m, var) for var in op.program.outvars], found, strict=True))
+            return
+        call = call_of(region, step, _no_region, self.shards)
+        terms, avals = [env[slot] for slot in call.reads], [var.aval for _, var in call.writes]
+        made = self.builder.task(str(step), call.compute, terms, avals, where, after)
+        env.update(zip(call.writes, made, strict=True))
+
+    def _equations(
+        self, program: Program, env: dict[Any, Term], name: str, where: Where, after: Sequence[Entry]
+    ) -> list[Term]:
+        """Adds a program's equations: collectives as exchanges, and what lies between them as tasks."""
+        builder, pending = self.builder, []
+        last_read = {var: i for i, eqn in enumerate(program.eqns) for var in eqn.invars if not compat.is_literal(var)}
+        last_read.update((var, len(program.eqns)) for var in program.outvars if not compat.is_literal(var))
+
+        def value(atom: Any) -> Term:
+            return builder.constant(np.asarray(atom.val, atom.aval.dtype)) if compat.is_literal(atom) else env[atom]
+
+        def flush(position: int) -> None:
+            made = {var for eqn in pending for var in eqn.outvars}
+            read = dict.fromkeys(v for e in pending for v in e.invars if not compat.is_literal(v) and v not in made)
+            given = [v for e in pending for v in e.outvars if last_read.get(v, -1) >= position]
+            if given:
+                jaxpr = compat.closed_jaxpr(list(read), given, list(pending))
+                compute = lambda *values: compat.call_jaxpr(jaxpr, values, "operator")  # noqa: E731
+                terms, avals = [env[var] for var in read], [var.aval for var in given]
+                env.update(zip(given, builder.task(name, compute, terms, avals, where, after), strict=True))
+            pending.clear()
+
+        for i, eqn in enumerate(program.eqns):
+            if not communication.communicates(eqn) and eqn.primitive.name not in cost.COLLECTIVES:
+                pending.append(eqn)
+                continue
+            flush(i)
+            operands = [value(atom) for atom in eqn.invars]
+            if communication.is_collective(eqn):
+                results = communication.emit(builder, eqn, operands, name, where, after)
+            else:
+                inner = _called(eqn, name)
+                results = self._equations(inner, dict(zip(inner.invars, operands, strict=True)), name, where, after)
+            env.update(zip(eqn.outvars, results, strict=True))
+        flush(len(program.eqns))
+        return [value(atom) for atom in program.outvars]
+
+    def _loop(self, region: Region, step: Step, env: dict[Slot, Term]) -> None:
+        """A ``scan``, iteration by iteration: what is captured once per iteration is compiled once for all."""
+        (ref,) = step.operators
+        ops = [variant.graph[ref.key] for variant in region.variants]
+        eqns = [op.program.eqns[-1] for op in ops]
+        if eqns[0].primitive.name != "scan":
+            raise DynaFlowError(f"{step} is a {eqns[0].primitive.name} inside the function: put dynaflow inside it.")
+        builder, body, outer = self.builder, region.body(ops[0].index), self.builder.scope
+        num_consts, num_carry = compat.scan_partition(eqns[0])
+        length, reverse = eqns[0].params["length"], eqns[0].params["reverse"]
+        inputs = [self._operands(op, m, step, env) for m, op in enumerate(ops)]
+        carries = [values[num_consts : num_consts + num_carry] for values in inputs]
+        stacks: list[list[list[Term]]] = [[] for _ in ops]  # by micro-batch and iteration
+        for i in reversed(range(length)) if reverse else range(length):
+            builder.scope = (*outer, self._count, i)
+            inner: dict[Slot, Term] = {}
+            for m, variant in enumerate(body.variants):
+                invars = variant.graph.program.invars
+                slices = [
+                    self._slice(value, var.aval, i)
+                    for value, var in zip(
+                        inputs[m][num_consts + num_carry :], invars[num_consts + num_carry :], strict=True
+                    )
+                ]
+                values = [*inputs[m][:num_consts], *carries[m], *slices]
+                inner.update(zip([(m, var) for var in invars], values, strict=True))
+            self.run(body, step.body or (), inner)
+            for m, variant in enumerate(body.variants):
+                outs = [_term(builder, atom, m, inner) for atom in variant.graph.program.outvars]
+                carries[m] = outs[:num_carry]
+                avals = [atom.aval for atom in variant.graph.program.outvars]
+                where = Where(step.stream)
+                stacks[m].append(
+                    [builder.in_memory(t, a, str(step), where) for t, a in zip(outs, avals, strict=True)][num_carry:]
+                )
+        builder.scope = outer
+        for m, (op, eqn) in enumerate(zip(ops, eqns, strict=True)):
+            rows = stacks[m][::-1] if reverse else stacks[m]
+            ys = [Expr(tuple(column), lambda *parts: jax.numpy.stack(parts)) for column in zip(*rows, strict=True)]
+            made = dict(zip(eqn.outvars, [*carries[m], *ys], strict=True))
+            env.update(((m, var), made[var]) for var in op.program.outvars)
+
+    def _operands(self, op: Any, m: int, step: Step, env: Mapping[Slot, Term]) -> list[Term]:
+        """What a micro-batch's loop starts from; the loop's operator evaluates small constants for itself."""
+        values: dict[Any, Term] = {var: env[m, var] for var in op.program.invars}
+        *constants, eqn = op.program.eqns
+        if constants:
+            outvars = tuple(v for e in constants for v in e.outvars if not compat.is_dropped(v))
+            program = Program(op.program.invars, outvars, tuple(constants))
+            found = self._equations(program, dict(values), str(step), Where(step.stream), ())
+            values.update(zip(outvars, found, strict=True))
+        return [
+            self.builder.constant(np.asarray(atom.val, atom.aval.dtype)) if compat.is_literal(atom) else values[atom]
+            for atom in eqn.invars
+        ]
+
+    def _slice(self, stacked: Term, aval: Any, i: int) -> Term:
+        """One iteration's share of what a loop walks over."""
+        if isinstance(stacked, Expr):
+            return Expr(stacked.reads, lambda *values: stacked.compute(*values)[i])
+        shape, dtype = physical(aval)
+        return self.builder.part(stacked, aval, i * int(np.prod(shape, dtype=int)) * dtype.itemsize)
+
+
+def _no_region(*_: Any) -> Any:
+    raise AssertionError("loops are unrolled before their steps are called")
+
+
+def _called(eqn: Any, name: str) -> Program:
+    """The program of a call that communicates inside."""
+    bodies = [body for _, body in compat.sub_jaxprs(eqn)]
+    if len(bodies) != 1 or len(compat.open_jaxpr(bodies[0]).invars) != len(eqn.invars) or compat.consts_of(bodies[0]):
+        raise DynaFlowError(f"{name} communicates inside {eqn.primitive.name}, which is not dispatched.")
+    if eqn.primitive.name in ("scan", "while", "cond", "shard_map"):
+        raise DynaFlowError(f"{name} communicates inside {eqn.primitive.name}: mark an operator inside it.")
+    inner = compat.open_jaxpr(bodies[0])
+    return Program(tuple(inner.invars), tuple(inner.outvars), tuple(inner.eqns))
+
+
+# -- the call --------------------------------------------------------------------------------------------------------
 
 
 def call(binder: Binder, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -262,40 +385,9 @@ def call(binder: Binder, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[
       outputs: types of the results.
       inputs: arrays.
     """
-    physical = [jax.ShapeDtypeStruct(*_physical(aval)) for aval in outputs]
-    dispatch = jax.ffi.ffi_call("dynaflow_dispatch", physical)
-    results = dispatch(*map(_to_bits, inputs), plan=np.int64(binder.plan))
-    return [_from_bits(result, aval) for result, aval in zip(results, outputs, strict=True)]
-
-
-def _captured(fun: Callable[..., Sequence[Any]], number: int) -> Callable[..., list[Any]]:
-    """A function whose kernels are captured when it runs: a capture begins before the first and ends after the last."""
-    token = jax.ShapeDtypeStruct((), jnp.int32)
-    begin = jax.ffi.ffi_call("dynaflow_capture_begin", token, has_side_effect=True)
-    end = jax.ffi.ffi_call("dynaflow_capture_end", token, has_side_effect=True)
-
-    def captured(*args: Any) -> list[Any]:
-        started = begin(*args, id=np.int64(number))
-        args, started = jax.lax.optimization_barrier((args, started))
-        results = jax.lax.optimization_barrier(list(fun(*args)))
-        return [*results, end(*results, id=np.int64(number))]
-
-    return captured
-
-
-def _physical(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and type in memory: keys are bits, and a boolean is a byte."""
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        bits = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-        return bits.shape, np.dtype(bits.dtype)
-    return tuple(aval.shape), np.dtype(aval.dtype)
-
-
-def _to_bits(value: Any) -> Any:
-    return jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
-
-
-def _from_bits(value: Any, aval: Any) -> Any:
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return compat.wrap_key_data(value, aval.dtype)
-    return value
+    operands = [to_bits(x) for x in inputs]
+    if binder.work.mesh:
+        operands.append(jax.lax.axis_index(tuple(binder.work.mesh)))
+    dispatch = jax.ffi.ffi_call("dynaflow_dispatch", [compat.retyped(aval, *physical(aval)) for aval in outputs])
+    results = dispatch(*operands, plan=np.int64(binder.plan))
+    return [from_bits(result, aval) for result, aval in zip(results, outputs, strict=True)]

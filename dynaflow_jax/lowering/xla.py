@@ -13,12 +13,14 @@ from typing import Any
 from dynaflow_jax.batch.region import Region
 from dynaflow_jax.batch.state import INVARIANT, Invariant
 from dynaflow_jax.lowering.order import can_wait, can_wait_for, hold
-from dynaflow_jax.lowering.steps import Slot, Values, call_of
+from dynaflow_jax.lowering.steps import RunRegion, Slot, Values, call_of
 from dynaflow_jax.program import outputs_of
 from dynaflow_jax.schedule import Step
 
 
-def run(region: Region, steps: Sequence[Step], inputs: Values, shards: int = 1) -> Values:
+def run(
+    region: Region, steps: Sequence[Step], inputs: Values, shards: int = 1, run_region: RunRegion | None = None
+) -> Values:
     """Evaluates a region in the current trace.
 
     Args:
@@ -26,6 +28,7 @@ def run(region: Region, steps: Sequence[Step], inputs: Values, shards: int = 1) 
       steps: a plan's steps for this region.
       inputs: what the micro-batches' programs start from.
       shards: over how many devices the batch is sharded.
+      run_region: how the regions inside are evaluated; like this one by default.
 
     Returns:
       The outputs of the micro-batches' programs.
@@ -37,8 +40,9 @@ def run(region: Region, steps: Sequence[Step], inputs: Values, shards: int = 1) 
         env.update(zip(slots, values, strict=True))
         free.update(slot for slot in slots if isinstance(variant.states.get(slot[1], INVARIANT), Invariant))
     order = _Order()
+    run_region = run_region or (lambda region, steps, inputs: run(region, steps, inputs, shards))
     for step in steps:
-        call = call_of(region, step, lambda region, steps, inputs: run(region, steps, inputs, shards), shards)
+        call = call_of(region, step, run_region, shards)
         values = [env[slot] for slot in call.reads]
         waited = order.waited(step)
         if waited:

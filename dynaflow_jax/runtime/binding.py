@@ -1,318 +1,296 @@
-"""Binding a plan's work to a device and to the addresses of one call: compiled, captured, and told to the executor."""
+"""One device's program under construction: the addresses of all values, and the commands."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import ctypes
-import re
-import threading
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from dynaflow_jax import compat
 from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.runtime import extension, private
 from dynaflow_jax.runtime import program as wire
-from dynaflow_jax.runtime.work import ALIGNMENT, Partition, Value, Work
+from dynaflow_jax.runtime.arrivals import Layout
+from dynaflow_jax.runtime.work import Exchange, Pattern, Value, Work
 
 _DLPACK_KIND = {"b": 6, "i": 0, "u": 1, "f": 2, "c": 5}
 _DLPACK_DEVICE = {"cpu": 1, "cuda": 2}
-
-# Captures carry numbers that their modules have compiled in, so two of one plan must not overlap.
-_capturing = threading.RLock()
+_FLAG = 4  # bytes
 
 
-class Binder:
-    """Binds one plan's work, for every device and set of addresses that it is called with.
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """A device's memory that others write into.
 
     Attributes:
-      work: what to bind.
-      platform: ``"cpu"`` or ``"cuda"``.
-      devices: the ordinals of the devices that may call.
-      plan: the executor's number of the plan.
-
-    Inputs that are not split (weights, mostly) are read in place, at their address; a call that brings others is
-    bound again. An input whose address keeps changing is copied into the pool from then on.
+      arrivals: address of the memory for arriving values.
+      flags: address of the flags, all zero between runs.
+      keep: what owns the memory.
     """
 
-    def __init__(self, work: Work, platform: str, devices: Sequence[int], capacity: int = 4):
+    arrivals: int
+    flags: int
+    keep: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Team:
+    """The devices that run a plan together.
+
+    Attributes:
+      devices: their ordinals, by position in the mesh.
+      shared: by ordinal.
+      layout: of the shared memory, alike on every device.
+    """
+
+    devices: tuple[int, ...]
+    shared: Mapping[int, Shared]
+    layout: Layout
+
+
+class Binding(abc.ABC):
+    """A program of one device.
+
+    Args:
+      work: the plan's.
+      device: the device's ordinal.
+      inputs: addresses of the custom call's inputs; ``None`` for a rehearsal on memory of no meaning.
+      moving: whether each input is copied into memory of the program's own, or read at its address.
+      team: the devices that run the plan together, if there are several.
+
+    Attributes:
+      keep: what must live as long as the program.
+    """
+
+    platform: str
+
+    def __init__(
+        self, work: Work, device: int, inputs: Sequence[int] | None, moving: Sequence[bool], team: Team | None
+    ):
         self.work = work
-        self.devices = devices
-        self.platform = platform
-        self.plan = extension.module.create_plan(self.bind, capacity)
-        self._free = extension.module.free_plan
-        self._moving = list(work.moving)
-        self._seen: dict[int, list[Sequence[int]]] = {}  # addresses of earlier bindings, by device
-        self._executables: dict[tuple[int, int], Any] = {}
-
-    def close(self) -> None:
-        """Frees the plan; runs under way finish first."""
-        self._free(self.plan)
-
-    def bind(self, device: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
-        """Adds a program for a device and the addresses of its inputs; the executor calls this when it has none."""
-        del outputs  # written by copies
-        with _capturing:
-            seen = self._seen.setdefault(device, [])
-            for i, address in enumerate(inputs):
-                # Twice elsewhere is a habit, once may be a new set of weights.
-                if len({old[i] for old in seen} | {address}) > 2:
-                    self._moving[i] = True
-            seen.append(tuple(inputs))
-            bind = _HostBinding if self.platform == "cpu" else _CudaBinding
-            bind(self, device, inputs).add()
-
-    def executable(self, client: private.Client, index: int, device: int) -> Any:
-        """The executable of a partition."""
-        key = (index, device)
-        if key not in self._executables:
-            partition = self.work.partitions[index]
-            with _naming(partition, "compiled"):
-                executable = client.compile(partition.module)
-            if partition.capture is not None:
-                _check_capturable(compat.scheduled_text(executable), partition.name)
-            self._executables[key] = executable
-        return self._executables[key]
-
-    def rehearse(self) -> None:
-        """Compiles every partition, and captures it on memory of no meaning, to find out whether all can be.
-
-        Compiling has to happen here: in a call, XLA holds a lock on the device that compiling for it wants too.
-        """
-        with _capturing, jax.ensure_compile_time_eval():  # a trace may be under way
-            if self.platform == "cpu":
-                client = private.client("cpu", 0, "")
-                for index in range(len(self.work.partitions)):
-                    self.executable(client, index, 0)
-                return
-            for device in self.devices:
-                for number in _CudaBinding(self, device, None).capture():
-                    extension.module.free_capture(number)
-
-
-# What XLA may leave before a capture begins and after it ends: nothing that runs.
-_IDLE = frozenset({"parameter", "constant", "bitcast", "get-tuple-element", "tuple"})
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?:\([^=]*?\)|[^\s(]+) ([\w\-]+)\(", re.MULTILINE)
-
-
-def _check_capturable(text: str, name: str) -> None:
-    """Raises if a compiled module does something that its capture would not see, or that cannot be captured.
-
-    XLA copies what a loop starts from before it does anything else, so a loop's capture would miss that; and a loop or
-    branch that asks the device for its condition waits for it, which a capture cannot.
-    """
-    for opcode in ("while", "conditional", "infeed", "outfeed", "send", "recv"):
-        if f" {opcode}(" in text:
-            raise DynaFlowError(f"{name} cannot be captured: it holds a {opcode}.")
-    inside = False
-    for line in text[text.index("\nENTRY ") :].splitlines()[1:]:
-        if '"dynaflow_capture_' in line:
-            inside = '"dynaflow_capture_begin"' in line
-        elif not inside and (found := _INSTRUCTION.match(line)) and found[1] not in _IDLE:
-            raise DynaFlowError(f"{name} cannot be captured: XLA moved a {found[1]} out of the capture.")
-
-
-@contextlib.contextmanager
-def _naming(partition: Partition, doing: str) -> Iterator[None]:
-    """Adds the operator's name to what goes wrong."""
-    try:
-        yield
-    except Exception as error:
-        raise DynaFlowError(f"{partition.name} could not be {doing}: {error}") from error
-
-
-class _Binding(abc.ABC):
-    """One program under construction: addresses of all values, and the commands."""
-
-    def __init__(self, binder: Binder, device: int, inputs: Sequence[int] | None):
-        self.binder = binder
-        self.work = binder.work
         self.device = device
+        self.team = team
         self.keep: list[Any] = []
-        self.moving = [inputs is None or moving for moving in binder._moving]
-        self.bases = list(inputs or [0] * len(self.work.inputs))
-        self.address: dict[int, int] = {}
-        for i, size in enumerate(self.work.inputs):
+        self.moving = list(moving)
+        if inputs is None:  # a rehearsal: nothing runs, so that one piece of memory can stand for all inputs
+            self.moving = [False] * len(self.moving)
+            inputs = [self.allocate(max(work.inputs, default=0))] * len(self.moving)
+        self._bases = list(inputs)
+        self._address: dict[int, int] = {}
+        used = {work.base(value)[0] for operation in work.operations for value in (*operation.reads, *operation.writes)}
+        used |= {work.base(value)[0] for _, parts in work.outputs for value, _ in parts}
+        self._entered = sorted({index for value in used if (index := work.values[value].input) is not None})
+        for i in self._entered:
             if self.moving[i]:
-                self.bases[i] = self.allocate(size)
-        for i, value in enumerate(self.work.values):
-            if value.source is not None:
-                self.address[i] = self.bases[value.source[0]] + value.source[1]
+                self._bases[i] = self.allocate(work.inputs[i])
+        for i in sorted(used):
+            value = work.values[i]
+            if value.input is not None:
+                self._address[i] = self._bases[value.input]
             elif value.constant is not None:
-                self.address[i] = self.place(value)
+                self._address[i] = self.place(value.constant)
+            elif value.rank is not None:
+                self._address[i] = self.place(np.int32(self._position(value.rank)))
+            elif value.arrives:
+                known = team is not None
+                self._address[i] = self._arrival(self.device, i) if known else self.allocate(value.size)
 
     @abc.abstractmethod
     def allocate(self, size: int) -> int:
         """Memory that lives as long as the program."""
 
     @abc.abstractmethod
-    def place(self, value: Value) -> int:
+    def place(self, value: Any) -> int:
         """Memory with a constant in it."""
 
     @abc.abstractmethod
-    def add(self) -> None:
-        """Completes the program and hands it to the executor."""
+    def add(self, plan: int) -> None:
+        """Completes the program and hands it to the executor, for a plan."""
+
+    def at(self, index: int) -> int:
+        """The address of a value."""
+        base, offset = self.work.base(index)
+        return self._address[base] + offset
+
+    def assign(self, index: int, address: int) -> None:
+        """Says where a computed value lies."""
+        self._address[index] = address
 
     def view(self, client: private.Client, value: Value, address: int) -> Any:
         """A value in memory as a buffer of a private client."""
-        kind = 4 if value.dtype.name == "bfloat16" else _DLPACK_KIND[value.dtype.kind]
-        bits = 8 * value.dtype.itemsize
-        where = _DLPACK_DEVICE["cpu" if self.binder.platform == "cpu" else "cuda"]
-        number = 0 if self.binder.platform == "cpu" else self.device
-        capsule = extension.module.dlpack_capsule(address, value.shape, kind, bits, where, number)
-        return client.view(capsule)
+        return view(client, self.platform, self.device, value.shape, value.dtype, address)
 
-    def range(self, index: int) -> wire.Range:
-        """The memory of a value."""
-        return wire.Range(wire.MEMORY, 0, self.address[index], self.work.values[index].size)
+    def encode(self, partitions: Sequence[int]) -> bytes:
+        """The program's bytes; the executor adds the events that its reads and writes call for.
 
-    def encode(self, captures: Sequence[int]) -> bytes:
-        """The program's bytes; the executor adds the events that its reads and writes call for."""
+        Args:
+          partitions: for each partition, the number of its capture, or its index.
+        """
         work = self.work
-        names = list(dict.fromkeys(partition.stream for partition in work.partitions)) or ["compute"]
-        streams = []
-        for name in names:
-            own = [partition for partition in work.partitions if partition.stream == name]
-            budgets = [p.sm_budget for p in own if p.sm_budget is not None]
-            priority = max((p.priority for p in own), default=0)
-            streams.append(wire.Stream(priority, min(budgets, default=0)))
+        names = list(dict.fromkeys(operation.where.stream for operation in work.operations)) or ["compute"]
+        if serial := _wants_serial():
+            index_of = dict.fromkeys(names, 0)
+        else:
+            index_of = {name: i for i, name in enumerate(names)}
+        streams = [self._stream(name) for name in names[: 1 if serial else None]]
         commands = []
-        for i, size in enumerate(work.inputs):
+        for i in self._entered:
             if self.moving[i]:
-                source, target = wire.Range(wire.INPUT, i, 0, size), wire.Range(wire.MEMORY, 0, self.bases[i], size)
+                size = work.inputs[i]
+                source, target = wire.Range(wire.INPUT, i, 0, size), wire.Range(wire.MEMORY, 0, self._bases[i], size)
                 commands.append(wire.Command(wire.COPY, 0, f"input {i}", 0, (source,), (target,)))
-        waited = {i: event for event, i in enumerate(sorted({i for p in work.partitions for i in p.after}))}
-        for i, partition in enumerate(work.partitions):
-            stream = names.index(partition.stream)
-            for other in partition.after:
-                if work.partitions[other].stream != partition.stream:
-                    commands.append(wire.Command(wire.WAIT, stream, partition.name, waited[other]))
-            reads, writes = map(self.range, partition.reads), map(self.range, partition.writes)
-            commands.append(wire.Command(wire.LAUNCH, stream, partition.name, i, tuple(reads), tuple(writes)))
+        waited = {i: event for event, i in enumerate(sorted({i for op in work.operations for i in op.after}))}
+        written_on: dict[int, int] = {}
+        started: set[str] = set()
+        count = 0
+        for i, operation in enumerate(work.operations):
+            stream = index_of[operation.where.stream]
+            for other in operation.after:
+                if index_of[work.operations[other].where.stream] != stream:
+                    commands.append(wire.Command(wire.WAIT, stream, operation.name, waited[other]))
+            if isinstance(operation, Exchange):
+                if operation.where.stream not in started:
+                    started.add(operation.where.stream)
+                    commands += self._start(operation, stream)
+                commands += self._exchange(i, operation, stream)
+            else:
+                reads, writes = map(self._range, operation.reads), map(self._range, operation.writes)
+                commands.append(wire.Command(wire.LAUNCH, stream, operation.name, count, tuple(reads), tuple(writes)))
+                count += 1
+            written_on.update((work.base(value)[0], stream) for value in operation.writes)
             if i in waited:
-                commands.append(wire.Command(wire.RECORD, stream, partition.name, waited[i]))
-        written_on = {value: names.index(p.stream) for p in work.partitions for value in p.writes}
+                commands.append(wire.Command(wire.RECORD, stream, operation.name, waited[i]))
         for i, (_, parts) in enumerate(work.outputs):
             for value, offset in parts:
                 target = wire.Range(wire.OUTPUT, i, offset, work.values[value].size)
-                stream = written_on.get(value, 0)
-                commands.append(wire.Command(wire.COPY, stream, f"output {i}", 0, (self.range(value),), (target,)))
-        inputs = [wire.Input(size, None if self.moving[i] else self.bases[i]) for i, size in enumerate(work.inputs)]
+                stream = written_on.get(work.base(value)[0], 0)
+                commands.append(wire.Command(wire.COPY, stream, f"output {i}", 0, (self._range(value),), (target,)))
+        pinned = {i for i in self._entered if not self.moving[i]}
+        inputs = [wire.Input(size, self._bases[i] if i in pinned else None) for i, size in enumerate(work.inputs)]
         outputs = [size for size, _ in work.outputs]
-        version = extension.module.PROGRAM_VERSION
-        return wire.encode(version, work.name, streams, captures, inputs, outputs, commands)
+        version, devices = extension.module.PROGRAM_VERSION, work.participants
+        return wire.encode(version, work.name, streams, partitions, inputs, outputs, commands, devices)
+
+    def devices(self) -> list[int]:
+        """The ordinals of all devices that the program knows of, its own first."""
+        return [self.device, *(d for d in (self.team.devices if self.team else ()) if d != self.device)]
+
+    # -- commands ----------------------------------------------------------------------------------------------------
+
+    def _stream(self, name: str) -> wire.Stream:
+        own = [operation.where for operation in self.work.operations if operation.where.stream == name]
+        budgets = [where.sm_budget for where in own if where.sm_budget is not None]
+        return wire.Stream(max((where.priority for where in own), default=0), min(budgets, default=0))
+
+    def _range(self, index: int) -> wire.Range:
+        """The memory of a value."""
+        return wire.Range(wire.MEMORY, 0, self.at(index), self.work.values[index].size)
+
+    def _position(self, axes: tuple[str, ...]) -> int:
+        """The device's position in its group."""
+        if self.team is None:
+            return 0
+        rank = self.team.devices.index(self.device)
+        return self.work.group(rank, axes).index(rank)
+
+    def _arrival(self, device: int, index: int) -> int:
+        """Where a value arrives on a device."""
+        assert self.team is not None
+        return self.team.shared[device].arrivals + self.team.layout.offsets[index]
+
+    def _flag(self, device: int, number: int) -> wire.Range:
+        assert self.team is not None
+        return wire.Range(wire.MEMORY, 0, self.team.shared[device].flags + _FLAG * number, _FLAG)
+
+    def _signal(self, stream: int, name: str, device: int, number: int) -> wire.Command:
+        return wire.Command(wire.SIGNAL, stream, name, self.devices().index(device), (), (self._flag(device, number),))
+
+    def _await(
+        self, stream: int, name: str, device: int, number: int, arrived: tuple[wire.Range, ...] = ()
+    ) -> wire.Command:
+        writes = (self._flag(self.device, number), *arrived)
+        return wire.Command(wire.AWAIT, stream, name, self.devices().index(device), (), writes)
+
+    def _start(self, exchange: Exchange, stream: int) -> list[wire.Command]:
+        """Tells the others that the earlier run is over here, so that they may write; and waits for them."""
+        assert self.team is not None
+        first = self.team.layout.starts[exchange.where.stream]
+        rank = self.team.devices.index(self.device)
+        others = [(i, device) for i, device in enumerate(self.team.devices) if device != self.device]
+        return [
+            *(self._signal(stream, exchange.name, device, first + rank) for _, device in others),
+            *(self._await(stream, exchange.name, device, first + i) for i, device in others),
+        ]
+
+    def _exchange(self, index: int, exchange: Exchange, stream: int) -> list[wire.Command]:
+        assert self.team is not None
+        (source,), (target,) = exchange.reads, exchange.writes
+        group = [self.team.devices[rank] for rank in self.work.group(self._rank, exchange.axes)]
+        me, n = group.index(self.device), len(group)
+        first = self.team.layout.flags[index]
+        whole = self.work.values[source].size
+        size = whole // n if exchange.pattern is Pattern.SCATTER else whole
+
+        def slot(sender: int, receiver: int) -> int:
+            if exchange.pattern is Pattern.PERMUTE:
+                return 0
+            return sender if exchange.own else (receiver - sender - 1) % n
+
+        def copy(receiver: int) -> wire.Command:
+            device = group[receiver]
+            begin = size * receiver if exchange.pattern is Pattern.SCATTER else 0
+            read = wire.Range(wire.MEMORY, 0, self.at(source) + begin, size)
+            write = wire.Range(wire.MEMORY, 0, self._arrival(device, target) + size * slot(me, receiver), size)
+            return wire.Command(wire.COPY, stream, exchange.name, self.devices().index(device), (read,), (write,))
+
+        if exchange.pattern is Pattern.PERMUTE:
+            receivers = [to for sender, to in exchange.pairs if sender == me]
+            senders = [sender for sender, to in exchange.pairs if to == me]
+        else:
+            # Everyone begins with the next device, so that no one is written to by all at once.
+            receivers = [(me + i) % n for i in range(0 if exchange.own else 1, n)]
+            senders = [(me - i) % n for i in range(1, n)]
+        commands = []
+        for receiver in receivers:
+            commands.append(copy(receiver))
+            if receiver != me:
+                commands.append(self._signal(stream, exchange.name, group[receiver], first + me))
+        for sender in senders:
+            if sender != me:
+                begin = self._arrival(self.device, target) + size * slot(sender, me)
+                arrived = wire.Range(wire.MEMORY, 0, begin, size)
+                commands.append(self._await(stream, exchange.name, group[sender], first + sender, (arrived,)))
+        return commands
+
+    @property
+    def _rank(self) -> int:
+        assert self.team is not None
+        return self.team.devices.index(self.device)
 
 
-class _HostBinding(_Binding):
-    """The host twin: partitions are executables of a private CPU client, run by the executor's worker threads."""
-
-    def allocate(self, size: int) -> int:
-        memory = np.zeros(size + ALIGNMENT, np.uint8)
-        self.keep.append(memory)
-        return -(-memory.ctypes.data // ALIGNMENT) * ALIGNMENT
-
-    def place(self, value: Value) -> int:
-        address = self.allocate(value.size)
-        np.copyto(_array_at(value, address), value.constant)
-        return address
-
-    def add(self) -> None:
-        work = self.work
-        client = private.client("cpu", 0, "")
-        last = work.last_readers()
-        free: dict[int, list[int]] = {}  # addresses whose values nobody reads any more, by size
-        functions: list[Callable[[], None]] = []
-        for index, partition in enumerate(work.partitions):
-            for i in partition.writes:
-                size = work.values[i].size
-                # What still runs on another stream may read it: the executor orders the two by their addresses.
-                self.address[i] = free[size].pop() if free.get(size) else self.allocate(size)
-            functions.append(self.function(client, index, partition))
-            for i in {*partition.reads, *partition.writes}:
-                if last[i] == index and work.values[i].source is None and work.values[i].constant is None:
-                    free.setdefault(work.values[i].size, []).append(self.address[i])
-        blob = self.encode(range(len(functions)))
-        extension.module.add_host_program(
-            self.binder.plan, self.device, blob, functions, order_overlaps=True, keep_alive=self.keep
-        )
-
-    def function(self, client: private.Client, index: int, partition: Partition) -> Callable[[], None]:
-        """Runs a partition on its values' memory."""
-        executable = self.binder.executable(client, index, 0)
-        values = self.work.values
-        reads = [(values[i], self.address[i]) for i in partition.reads]
-        targets = [_array_at(values[i], self.address[i]) for i in partition.writes]
-
-        def run() -> None:
-            results = client.run(executable, [self.view(client, value, address) for value, address in reads])
-            for target, result in zip(targets, results, strict=True):
-                np.copyto(target, np.asarray(result))
-
-        return run
+def _wants_serial() -> bool:
+    """Whether all operations are to run one after the other: equal results then tell a rounding from a race."""
+    return os.environ.get("DYNAFLOW_SERIAL", "") not in ("", "0")
 
 
-class _CudaBinding(_Binding):
-    """CUDA: partitions are graphs of XLA's own kernels, captured from private clients."""
-
-    def allocate(self, size: int) -> int:
-        return self.put(np.zeros(max(size, 1), np.uint8))
-
-    def place(self, value: Value) -> int:
-        return self.put(value.constant)
-
-    def put(self, value: np.ndarray) -> int:
-        """A copy in the device's memory; nothing may be compiled here, XLA may be running on this very thread."""
-        memory = jax.device_put(value, compat.local_device(self.device))
-        memory.block_until_ready()
-        self.keep.append(memory)
-        return memory.unsafe_buffer_pointer()
-
-    def capture(self) -> list[int]:
-        """Captures every partition; returns the numbers of the captures."""
-        work = self.work
-        last = work.last_readers()
-        alive: dict[int, Any] = {}
-        ids = []
-        for index, partition in enumerate(work.partitions):
-            client = private.client("cuda", self.device, partition.stream)
-            executable = self.binder.executable(client, index, self.device)
-            assert partition.capture is not None
-            with _naming(partition, "captured"):
-                inputs = [self.view(client, work.values[i], self.address[i]) for i in partition.reads]
-                results = client.run(executable, inputs)
-                for result in results:
-                    result.block_until_ready()
-                info = extension.module.capture_info(partition.capture)
-            ids.append(partition.capture)
-            self.keep.append(executable)  # its kernels and constants are the graph's
-            for i, result, address in zip(partition.writes, results, info["outputs"], strict=False):
-                if result.unsafe_buffer_pointer() != address:
-                    raise DynaFlowError(f"{partition.name} could not be captured: XLA copies its results.")
-                alive[i], self.address[i] = result, address
-            # Dropped memory is taken again by what is captured later; the executor orders the two by address.
-            for i in {*partition.reads, *partition.writes}:
-                if last[i] == index:
-                    alive.pop(i, None)
-        self.keep += alive.values()
-        return ids
-
-    def add(self) -> None:
-        ids = self.capture()
-        try:
-            blob = self.encode(ids)
-            extension.module.add_cuda_program(
-                self.binder.plan, [self.device], blob, order_overlaps=True, keep_alive=self.keep
-            )
-        finally:
-            for number in ids:
-                extension.module.free_capture(number)
+def view(
+    client: private.Client, platform: str, device: int, shape: Sequence[int], dtype: np.dtype, address: int
+) -> Any:
+    """Memory as a buffer of a private client, without a copy."""
+    kind = 4 if dtype.name == "bfloat16" else _DLPACK_KIND[dtype.kind]
+    number = 0 if platform == "cpu" else device
+    where = _DLPACK_DEVICE[platform]
+    return client.view(extension.module.dlpack_capsule(address, tuple(shape), kind, 8 * dtype.itemsize, where, number))
 
 
-def _array_at(value: Value, address: int) -> np.ndarray:
-    """Host memory as an array."""
-    data = (ctypes.c_uint8 * value.size).from_address(address)
-    return np.ctypeslib.as_array(data).view(value.dtype).reshape(value.shape)
+@contextlib.contextmanager
+def naming(name: str, doing: str) -> Iterator[None]:
+    """Adds an operator's name to what goes wrong."""
+    try:
+        yield
+    except Exception as error:
+        raise DynaFlowError(f"{name} could not be {doing}: {error}") from error

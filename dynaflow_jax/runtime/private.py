@@ -36,6 +36,10 @@ class Client:
         """Memory of this device as a buffer of this client, without a copy."""
         return compat.buffer_from_dlpack(capsule, self._device)
 
+    def memory_stats(self) -> dict[str, int]:
+        """What its allocator says of itself, ``peak_bytes_in_use`` among it; nothing on CPU."""
+        return self._device.memory_stats() or {}
+
 
 def client(platform: str, device_id: int, lane: str) -> Client:
     """The private client of a stream (on CPU one serves all), seen from a device."""

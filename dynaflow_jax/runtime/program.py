@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterable, Sequence
 
 MEMORY, INPUT, OUTPUT = range(3)
-LAUNCH, COPY, RECORD, WAIT = range(4)
+LAUNCH, COPY, RECORD, WAIT, SIGNAL, AWAIT = range(6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """One command on a stream; ``target`` is a partition, an event or a device, by kind."""
+    """One command on a stream; ``target`` is a partition, an event or a device, by kind (see ``xla_ffi/README.md``)."""
 
     kind: int
     stream: int
@@ -80,6 +80,7 @@ def encode(
     inputs: Sequence[Input],
     outputs: Sequence[int],
     commands: Sequence[Command],
+    devices: int = 1,
 ) -> bytes:
     """The bytes of a program for one device.
 
@@ -91,6 +92,7 @@ def encode(
       inputs: of the custom call.
       outputs: sizes of the custom call's results.
       commands: in an order that respects every dependency; orders between streams may be missing.
+      devices: how many devices it knows of: the one it runs on, and those it writes to.
     """
     events = 1 + max((c.target for c in commands if c.kind in (RECORD, WAIT)), default=-1)
     return b"".join(
@@ -98,7 +100,7 @@ def encode(
             b"DYNAFLOW",
             struct.pack("<I", version),
             _string(name),
-            struct.pack("<II", 1, events),
+            struct.pack("<II", devices, events),
             _list(stream.encode() for stream in streams),
             _list(struct.pack("<q", partition) for partition in partitions),
             _list(given.encode() for given in inputs),

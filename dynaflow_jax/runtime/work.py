@@ -1,8 +1,10 @@
-"""What a dispatched plan consists of, before it is bound to a device and to addresses."""
+"""What a dispatched plan consists of, before it is bound to devices and to addresses."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,19 +15,25 @@ ALIGNMENT = 256
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A value in memory.
+    """A value in memory: computed by an operation, unless one of the attributes below says where it comes from.
 
     Attributes:
       shape: its shape.
       dtype: its type; random keys are their bits.
-      source: for (a part of) an input, which input and the offset in bytes; ``None`` for what a partition computes.
-      constant: its value, if it is known.
+      input: which input of the custom call it is.
+      within: the value that it is a part of, and the offset in bytes.
+      constant: its elements, if they are known.
+      rank: the mesh axes along which it is the device's position.
+      arrives: whether other devices write it.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    source: tuple[int, int] | None = None
+    input: int | None = None
+    within: tuple[int, int] | None = None
     constant: Any = None
+    rank: tuple[str, ...] | None = None
+    arrives: bool = False
 
     @property
     def size(self) -> int:
@@ -34,57 +42,142 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True)
-class Partition:
-    """One compiled module.
+class Where:
+    """Where an operation runs.
 
     Attributes:
-      name: the operators in it, for messages.
-      stream: where it runs.
-      reads: indices of the values it takes.
-      writes: indices of the values it gives.
-      module: its StableHLO, as bytes.
-      capture: on CUDA, the number under which its module captures its kernels.
-      after: indices of partitions that must be over before it starts, beyond those whose values it reads.
+      stream: the name of its stream.
       priority: of its stream.
       sm_budget: of its stream.
     """
 
-    name: str
     stream: str
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    module: bytes
-    capture: int | None
-    after: tuple[int, ...] = ()
     priority: int = 0
     sm_budget: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
+class Partition:
+    """One compiled module.
+
+    Attributes:
+      name: the operators in it, for messages.
+      where: where it runs.
+      reads: indices of the values it takes.
+      writes: indices of the values it gives.
+      after: indices of operations that must be over before it starts, beyond those whose values it reads.
+      module: its StableHLO, as bytes.
+      key: what equal modules have in common: one is compiled for all of them.
+    """
+
+    name: str
+    where: Where
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    after: tuple[int, ...]
+    module: bytes
+    key: str
+
+
+class Pattern(enum.Enum):
+    """Which part of its value a device sends to which others of its group."""
+
+    GATHER = enum.auto()
+    """All of it, to every other."""
+    SCATTER = enum.auto()
+    """The q-th part of it to the q-th device."""
+    PERMUTE = enum.auto()
+    """All of it, to the devices that the exchange's ``pairs`` name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Devices of a group send each other (parts of) a value.
+
+    What arrives lies in slots, one for each sender: in the group's order with ``own``, where the device's own part is
+    copied into its slot; without, the slot is the distance from sender to receiver less one. A permutation has one
+    slot.
+
+    Attributes:
+      name: the operator, for messages.
+      where: where it runs.
+      reads: the index of the value to send.
+      writes: the index of the value that arrives.
+      after: indices of operations that must be over before it starts.
+      axes: the mesh axes that span a group.
+      pattern: who gets what.
+      own: whether the device's own part is among the slots.
+      pairs: for a permutation, senders and receivers by position in the group.
+    """
+
+    name: str
+    where: Where
+    reads: tuple[int]
+    writes: tuple[int]
+    after: tuple[int, ...]
+    axes: tuple[str, ...]
+    pattern: Pattern
+    own: bool = False
+    pairs: tuple[tuple[int, int], ...] = ()
+
+
+Operation = Partition | Exchange
+
+
+@dataclasses.dataclass(frozen=True)
 class Work:
-    """A plan's partitions, the values between them, and how the custom call's buffers become values and back.
+    """A plan's operations, the values between them, and how the custom call's buffers become values and back.
 
     Attributes:
       name: the function's name.
-      values: what partitions read and write.
-      partitions: in the plan's order.
+      values: what operations read and write.
+      operations: in the plan's order.
       inputs: bytes of each input of the custom call.
       moving: whether an input is expected at another address in every call.
       outputs: for each output its size, and which values it is put together of, each at an offset in bytes.
+      mesh: the sizes of the mesh axes, outermost first, if devices communicate; the last input is the device's
+        position among all of them.
     """
 
     name: str
     values: tuple[Value, ...]
-    partitions: tuple[Partition, ...]
+    operations: tuple[Operation, ...]
     inputs: tuple[int, ...]
     moving: tuple[bool, ...]
     outputs: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
-    def last_readers(self) -> dict[int, int]:
-        """For each value, the last partition that touches it; outputs are read after all of them."""
+    @property
+    def participants(self) -> int:
+        """How many devices run the plan together."""
+        return int(np.prod(list(self.mesh.values()), dtype=int))
+
+    def group_size(self, axes: tuple[str, ...]) -> int:
+        """How many devices a group along some mesh axes has."""
+        return int(np.prod([self.mesh[axis] for axis in axes], dtype=int))
+
+    def group(self, rank: int, axes: tuple[str, ...]) -> list[int]:
+        """The positions in the mesh of the devices in one's group, in the group's order."""
+        names, shape = list(self.mesh), tuple(self.mesh.values())
+        own = dict(zip(names, np.unravel_index(rank, shape), strict=True))
+        members = []
+        for place in np.ndindex(*(self.mesh[axis] for axis in axes)):
+            at = own | dict(zip(axes, place, strict=True))
+            members.append(int(np.ravel_multi_index([at[name] for name in names], shape)))
+        return members
+
+    def base(self, index: int) -> tuple[int, int]:
+        """The value in whose memory a value lies, and the offset in bytes."""
+        offset = 0
+        while (within := self.values[index].within) is not None:
+            index, offset = within[0], offset + within[1]
+        return index, offset
+
+    def last_uses(self) -> dict[int, int]:
+        """For each value with memory of its own, the last operation that touches it; outputs are read after all."""
         last: dict[int, int] = {}
-        for i, partition in enumerate(self.partitions):
-            last.update(dict.fromkeys((*partition.reads, *partition.writes), i))
+        for i, operation in enumerate(self.operations):
+            last.update((self.base(value)[0], i) for value in (*operation.reads, *operation.writes))
         for _, parts in self.outputs:
-            last.update((value, len(self.partitions)) for value, _ in parts)
+            last.update((self.base(value)[0], len(self.operations)) for value, _ in parts)
         return last

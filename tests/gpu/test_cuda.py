@@ -1,5 +1,6 @@
 """Dispatched plans on a CUDA device, against the same plan on one stream (bit by bit) and against XLA."""
 
+import functools
 import gc
 import threading
 import warnings
@@ -11,7 +12,7 @@ import pytest
 
 import dynaflow_jax as df
 from dynaflow_jax.errors import DispatchWarning
-from dynaflow_jax.runtime import extension
+from dynaflow_jax.runtime import cuda, extension, private
 
 
 class Streams(df.OpScheduler):
@@ -59,6 +60,7 @@ def dispatched(fun=model, scheduler=None, **options):
     options.setdefault("batch_axes", (None, 0))
     run = jax.jit(df.dynaflow(fun, scheduler=scheduler or Streams(2, 2), backend="dispatch", **options))
 
+    @functools.wraps(run)
     def strictly(*args):
         with warnings.catch_warnings():
             warnings.simplefilter("error", DispatchWarning)
@@ -200,6 +202,39 @@ def test_two_threads():
     for thread in threads:
         thread.join()
     assert not failed
+
+
+def test_tracing_takes_no_copies_of_the_weights(monkeypatch):
+    """What is rehearsed when a function is traced runs on nothing, so it needs no memory for weights."""
+    ws, x, sizes = weights(), rows(), []
+    real = cuda._put
+
+    def put(device, value):
+        sizes.append(value.nbytes)
+        return real(device, value)
+
+    monkeypatch.setattr(cuda, "_put", put)
+    dispatched().__wrapped__.lower(ws, x)
+    assert sum(sizes) < 2 * max(leaf.nbytes for leaf in jax.tree.leaves((ws, x)))
+
+
+@pytest.mark.parametrize("captured", [0, 3])
+def test_without_memory_a_call_says_what_to_do_and_the_next_one_runs(captured, monkeypatch):
+    """Also where some partitions have been captured already: their captures must not be in the way."""
+    run, ws, x = dispatched(), weights(), rows()
+    run.__wrapped__.lower(ws, x)  # rehearses
+    real, left = private.Client.run, iter(range(captured))
+
+    def without_memory(self, executable, inputs):
+        if next(left, None) is None:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes.")
+        return real(self, executable, inputs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(private.Client, "run", without_memory)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="no memory left to dispatch model"):
+            run(ws, x).block_until_ready()
+    close(run(ws, x), jax.jit(model)(ws, x))
 
 
 def test_memory_is_given_back():

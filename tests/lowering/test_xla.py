@@ -12,6 +12,8 @@ from scheduling import Do, Split, W, X, chains, layer, run_merged
 import dynaflow_jax as df
 from dynaflow_jax.lowering.order import can_wait, hold
 
+of_xla = pytest.mark.xla_lowering
+
 CHAINS = chains("a1", "a2", "a3", "b1", "b2", "b3")
 COMPILER_KEEPS_ORDER = jax.__version_info__[:2] >= (0, 11)
 
@@ -59,6 +61,7 @@ def dependences(flow, *args):
     return found
 
 
+@of_xla
 @pytest.mark.parametrize("order", list(random_orders()), ids="".join)
 def test_order_within_a_stream_in_the_program_handed_to_xla(order):
     """On every version of JAX: each operator depends, through barriers, on all before it in its stream."""
@@ -68,12 +71,14 @@ def test_order_within_a_stream_in_the_program_handed_to_xla(order):
         assert found[name] == set(order[:i]), name
 
 
+@of_xla
 def test_streams_are_independent_of_each_other():
     found = dependences(in_order(["a1", "b1", "b2", "a2", "a3", "b3"], {"a": "one", "b": "two"}), X)
     assert found["a3"] == {"a1", "a2"}
     assert found["b3"] == {"b1", "b2"}
 
 
+@of_xla
 def test_after_orders_across_streams():
     def do(ctx):
         ops = {op.name: op for op in ctx.all_ops()}
@@ -88,6 +93,7 @@ def test_after_orders_across_streams():
     assert found["a3"] == {"a1", "a2"}
 
 
+@of_xla
 @pytest.mark.skipif(
     not COMPILER_KEEPS_ORDER,
     reason="XLA's CPU compiler in JAX 0.10 drops optimization barriers before it schedules (lowering/order.py): there "
@@ -147,6 +153,7 @@ def by_hand_gradient(w, x):
     return parts[0] * (3 / 8) + parts[1] * (5 / 8)
 
 
+@of_xla
 def test_no_copies_beyond_slices_and_joins():
     flow = df.dynaflow(layer, scheduler=Split(3, 5), batch_axes=(None, 0))
     assert counts(flow, W, X) == counts(by_hand, W, X)
@@ -155,12 +162,14 @@ def test_no_copies_beyond_slices_and_joins():
     assert counts(flow, W, X) == counts(by_hand_gradient, W, X)
 
 
+@of_xla
 def test_one_micro_batch_costs_nothing():
     assert counts(df.dynaflow(layer, scheduler=Split(8), batch_axes=(None, 0)), W, X) == counts(layer, W, X)
     merged = df.dynaflow(layer, scheduler=Do(run_merged, 3, 5), batch_axes=(None, 0))
     assert counts(merged, W, X)["dot"] == 1
 
 
+@of_xla
 def test_equal_micro_batches_share_their_functions():
     text = jax.jit(df.dynaflow(layer, scheduler=Split(2, 2, 2, 2), batch_axes=(None, 0))).lower(W, X).as_text()
     assert len(re.findall(r"func.func private @a", text)) == 1

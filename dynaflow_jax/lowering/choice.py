@@ -1,0 +1,78 @@
+"""Which lowering a plan gets, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from dynaflow_jax import cost
+from dynaflow_jax.batch.region import Region
+from dynaflow_jax.graph import Operator
+from dynaflow_jax.schedule import Step
+
+SMALL_KERNEL = 1e-6
+"""Seconds of work per kernel, on average, below which launching dominates a plan.
+
+A kernel takes about 5 µs from its launch to the start of what waits for it, however small it is, and streams overlap
+that. Measured on an H200 (``examples/benchmarks/one_gpu.py``): plans of two streams gain at 0.5 µs a kernel, are even
+at 0.7 µs and lose from 1.3 µs on, where a kernel by itself fills more of the device.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A lowering.
+
+    Attributes:
+      dispatch: whether the plan's steps are launched on streams of their own; otherwise it is one XLA program.
+      why: the reason, as the end of a sentence.
+    """
+
+    dispatch: bool
+    why: str
+
+    def __str__(self) -> str:
+        return f"{'dispatched' if self.dispatch else 'one XLA program'}, since {self.why}"
+
+
+def choose(backend: str, platform: str, device_kind: str, region: Region, steps: Sequence[Step]) -> Choice:
+    """The lowering that is wanted; whether it can be had is another question.
+
+    ``"auto"`` dispatches a plan of several streams on CUDA if there is something that they can hide: communication, or
+    the launching of kernels so small that it dominates. Everything else XLA runs as fast or faster on one stream.
+
+    Args:
+      backend: ``"auto"``, ``"xla"`` or ``"dispatch"``.
+      platform: the device's, as JAX names it.
+      device_kind: likewise.
+      region: the operators.
+      steps: the plan's.
+    """
+    if backend != "auto":
+        return Choice(backend == "dispatch", f"the backend is {backend!r}")
+    if platform != "gpu":
+        return Choice(False, f"streams run at once on CUDA only, and this is {platform}")
+    if len({step.stream for step, _, _ in _operators(region, steps)}) < 2:
+        return Choice(False, "all steps are on one stream")
+    work, count = 0.0, 0.0
+    for step, op, times in _operators(region, steps):
+        if "network" in op.tags or op.bound == "network":
+            return Choice(True, f"{op.name} communicates, which other streams can hide")
+        work += times * cost.seconds(op.flops, op.bytes, platform, device_kind)
+        count += times * cost.kernels(op.program.eqns) / (len(step.operators) if step.is_merged else 1)
+    figures = f"{count:.0f} kernels with {work * 1e6:.0f} µs of work together"
+    if work < count * SMALL_KERNEL:
+        return Choice(True, f"launching dominates {figures}")
+    return Choice(False, f"no operator communicates, and {figures} are too large for launching to matter")
+
+
+def _operators(region: Region, steps: Sequence[Step], times: int = 1) -> Iterator[tuple[Step, Operator, int]]:
+    """The operators of a plan with their steps, and how often they run; those inside a loop in place of the loop."""
+    for step in steps:
+        for ref in step.operators:
+            op = region.variants[ref.micro_batch or 0].graph[ref.key]
+            if step.body is None:
+                yield step, op, times
+                continue
+            length = max((eqn.params.get("length", 1) for eqn in op.program.eqns), default=1)
+            yield from _operators(region.body(op.index), step.body, times * length)

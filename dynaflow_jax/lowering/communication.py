@@ -1,0 +1,221 @@
+"""Collectives of a dispatched plan: exchanges between devices, and the arithmetic on what arrives.
+
+An exchange only moves bytes, which on GPUs the copy engines do, so that no compute unit is taken from the kernels
+beside it. The additions of a reduction belong to whatever reads the sum, as part of its kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dynaflow_jax import compat
+from dynaflow_jax.errors import DynaFlowError
+from dynaflow_jax.lowering.tasks import Builder, Entry, Expr, Term
+from dynaflow_jax.runtime.work import Exchange, Pattern, Where
+
+# Larger sums of more than two devices are computed in two steps, each device a share: less to send, one hop more.
+_ONE_STEP_BYTES = 256 << 10
+
+_REDUCTIONS = {"psum": jnp.add, "psum_invariant": jnp.add, "pmax": jnp.maximum, "pmin": jnp.minimum}
+
+
+def is_collective(eqn: Any) -> bool:
+    """Whether an equation needs the other devices, or one's position among them."""
+    return eqn.primitive.name in _EMIT
+
+
+def emit(
+    builder: Builder, eqn: Any, operands: Sequence[Term], name: str, where: Where, after: Sequence[Entry]
+) -> list[Term]:
+    """Adds what a collective equation does; returns its results.
+
+    Args:
+      builder: of the plan.
+      eqn: an equation for which ``is_collective``.
+      operands: what it reads.
+      name: the operator, for messages.
+      where: where the exchange runs.
+      after: operations that must be over before.
+
+    Raises:
+      DynaFlowError: if it is of a kind that is not dispatched.
+    """
+    if eqn.params.get("axis_index_groups") is not None:
+        raise DynaFlowError(f"{name} communicates in groups that are no mesh axes (axis_index_groups).")
+    group = _Group(builder, eqn, name, where, after)
+    return _EMIT[eqn.primitive.name](group, eqn, operands)
+
+
+class _Group:
+    """The devices that take part in a collective, as seen from one of them."""
+
+    def __init__(self, builder: Builder, eqn: Any, name: str, where: Where, after: Sequence[Entry]):
+        axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+        self.axes: tuple[str, ...] = axes if isinstance(axes, tuple) else (axes,)
+        unknown = [axis for axis in self.axes if axis not in builder.mesh]
+        if unknown:
+            raise DynaFlowError(f"{name} communicates over {unknown[0]!r}, which is no axis of the mesh around it.")
+        self.size = int(np.prod([builder.mesh[axis] for axis in self.axes], dtype=int))
+        self.builder = builder
+        self.name = name
+        self.where = where
+        self.after = tuple(after)
+
+    def in_memory(self, term: Term, aval: Any) -> int:
+        """Something to send."""
+        return term if isinstance(term, int) else self.arranged(lambda x: x, term, tuple(aval.shape), aval.dtype)
+
+    def arranged(self, fun: Callable[..., Any], term: Term, shape: tuple[int, ...], dtype: Any) -> int:
+        """Something to send, put in order where it is made."""
+        aval = jax.ShapeDtypeStruct(shape, dtype)
+        return self.builder.beside_producer(self.name, fun, term, aval, self.where)
+
+    def compute(self, fun: Callable[..., Any], value: int, shape: tuple[int, ...], dtype: Any) -> int:
+        """What the exchange's own stream makes of a value."""
+        aval = jax.ShapeDtypeStruct(shape, dtype)
+        return self.builder.task(self.name, lambda x: [fun(x)], [value], [aval], self.where, self.after)[0]
+
+    def exchange(self, value: int, shape: tuple[int, ...], pattern: Pattern, **attributes: Any) -> int:
+        """Sends a value; returns what arrives, of a shape whose first axis counts senders."""
+        arrived = self.builder.arrival(shape, self.builder.aval(value).dtype)
+        exchange = Exchange(self.name, self.where, (value,), (arrived,), (), self.axes, pattern, **attributes)
+        self.builder.exchange(exchange, self.after)
+        return arrived
+
+    def reshaped(self, value: int, shape: tuple[int, ...]) -> int:
+        """A value in memory under another shape."""
+        aval = self.builder.aval(value)
+        return self.builder.value(jax.ShapeDtypeStruct(shape, aval.dtype), within=(value, 0))
+
+
+def _reduce(group: _Group, eqn: Any, operands: Sequence[Term]) -> list[Term]:
+    """All-reduce: devices send each other all they have, or first a share each and then what became of it."""
+    combine = _REDUCTIONS[eqn.primitive.name]
+    return [_reduced(group, term, var.aval, combine) for term, var in zip(operands, eqn.invars, strict=True)]
+
+
+def _reduced(group: _Group, term: Term, aval: Any, combine: Callable[..., Any]) -> Term:
+    n = group.size
+    if n == 1:
+        return term
+    value = group.in_memory(term, aval)
+    if n == 2:
+        arrived = group.exchange(value, (1, *aval.shape), Pattern.GATHER)
+        return Expr((value, arrived), lambda own, others: combine(own, others[0]))
+    if aval.size * aval.dtype.itemsize <= _ONE_STEP_BYTES:
+        arrived = group.exchange(value, (n, *aval.shape), Pattern.GATHER, own=True)
+        return Expr((arrived,), functools.partial(_in_order, combine))
+    share = -(-aval.size // n)
+
+    def shares(x: Any) -> Any:
+        return jnp.pad(x.reshape(-1), (0, n * share - aval.size)).reshape(n, share)
+
+    sent = group.reshaped(value, (n, share)) if n * share == aval.size else None
+    if sent is None:
+        sent = group.arranged(shares, value, (n, share), aval.dtype)
+    parts = group.exchange(sent, (n, share), Pattern.SCATTER, own=True)
+    own = group.compute(functools.partial(_in_order, combine), parts, (share,), aval.dtype)
+    whole = group.exchange(own, (n, share), Pattern.GATHER, own=True)
+    if n * share == aval.size:
+        return group.reshaped(whole, tuple(aval.shape))
+    return Expr((whole,), lambda x: x.reshape(-1)[: aval.size].reshape(aval.shape))
+
+
+def _in_order(combine: Callable[..., Any], parts: Any) -> Any:
+    """Combines what all devices sent, in the same order everywhere, so that all get the same bits."""
+    return functools.reduce(combine, [parts[i] for i in range(parts.shape[0])])
+
+
+def _all_gather(group: _Group, eqn: Any, operands: Sequence[Term]) -> list[Term]:
+    (term,), (var,) = operands, eqn.invars
+    axis, tiled, shape = eqn.params["all_gather_dimension"], eqn.params["tiled"], tuple(var.aval.shape)
+    out = tuple(eqn.outvars[0].aval.shape)
+    arrived = group.exchange(group.in_memory(term, var.aval), (group.size, *shape), Pattern.GATHER, own=True)
+    if axis == 0:
+        return [group.reshaped(arrived, out)]
+    return [Expr((arrived,), lambda x: jnp.moveaxis(x, 0, axis).reshape(out) if tiled else jnp.moveaxis(x, 0, axis))]
+
+
+def _reduce_scatter(group: _Group, eqn: Any, operands: Sequence[Term]) -> list[Term]:
+    (term,), (var,) = operands, eqn.invars
+    shape, out = tuple(var.aval.shape), tuple(eqn.outvars[0].aval.shape)
+    parts = _split(group, term, var.aval, eqn.params["scatter_dimension"], eqn.params["tiled"])
+    dtype = var.aval.dtype
+    if group.size == 1:
+        return [Expr((parts,), lambda x: x.reshape(out))]
+    rest = tuple(group.builder.aval(parts).shape[1:])
+    assert np.prod(rest) * group.size == np.prod(shape)
+    if group.size == 2:
+        arrived = group.exchange(parts, (1, *rest), Pattern.SCATTER)
+        rank = group.builder.rank(group.axes)
+
+        def add(own: Any, others: Any, rank: Any) -> Any:
+            return (jax.lax.dynamic_index_in_dim(own, rank, keepdims=False) + others[0]).reshape(out).astype(dtype)
+
+        return [Expr((parts, arrived, rank), add)]
+    arrived = group.exchange(parts, (group.size, *rest), Pattern.SCATTER, own=True)
+    return [Expr((arrived,), lambda x: _in_order(jnp.add, x).reshape(out))]
+
+
+def _all_to_all(group: _Group, eqn: Any, operands: Sequence[Term]) -> list[Term]:
+    (term,), (var,) = operands, eqn.invars
+    split, concat, tiled = eqn.params["split_axis"], eqn.params["concat_axis"], eqn.params["tiled"]
+    out = tuple(eqn.outvars[0].aval.shape)
+    parts = _split(group, term, var.aval, split, tiled)
+    rest = tuple(group.builder.aval(parts).shape[1:])
+    arrived = group.exchange(parts, (group.size, *rest), Pattern.SCATTER, own=True)
+    if concat == 0:
+        return [group.reshaped(arrived, out)]
+    return [Expr((arrived,), lambda x: jnp.moveaxis(x, 0, concat).reshape(out))]
+
+
+def _split(group: _Group, term: Term, aval: Any, axis: int, tiled: bool) -> int:
+    """A value whose first axis counts the devices that its parts go to."""
+    shape, n = tuple(aval.shape), group.size
+    if tiled:
+        rest = (*shape[:axis], shape[axis] // n, *shape[axis + 1 :])
+    else:
+        rest = (*shape[:axis], *shape[axis + 1 :])
+    if axis == 0:
+        return group.reshaped(group.in_memory(term, aval), (n, *rest))
+
+    def parts(x: Any) -> Any:
+        x = x.reshape(*shape[:axis], n, -1, *shape[axis + 1 :]) if tiled else x
+        return jnp.moveaxis(x, axis, 0).reshape(n, *rest)
+
+    return group.arranged(parts, term, (n, *rest), aval.dtype)
+
+
+def _permute(group: _Group, eqn: Any, operands: Sequence[Term]) -> list[Term]:
+    (term,), (var,) = operands, eqn.invars
+    pairs = tuple((int(source), int(target)) for source, target in eqn.params["perm"])
+    value = group.in_memory(term, var.aval)
+    return [group.exchange(value, tuple(var.aval.shape), Pattern.PERMUTE, pairs=pairs)]
+
+
+def _axis_index(group: _Group, eqn: Any, operands: Sequence[Term]) -> list[Term]:
+    del eqn, operands
+    return [group.builder.rank(group.axes)]
+
+
+_EMIT: dict[str, Callable[[_Group, Any, Sequence[Term]], list[Term]]] = {
+    **dict.fromkeys(_REDUCTIONS, _reduce),
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "ppermute": _permute,
+    "axis_index": _axis_index,
+}
+
+
+def communicates(eqn: Any) -> bool:
+    """Whether an equation is a collective, or holds one."""
+    return is_collective(eqn) or any(
+        communicates(inner) for _, body in compat.sub_jaxprs(eqn) for inner in compat.open_jaxpr(body).eqns
+    )

@@ -1,0 +1,412 @@
+"""Putting a dispatched plan's work together: values, what is computed from them, and what is compiled as one."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dynaflow_jax import compat
+from dynaflow_jax.errors import DynaFlowError
+from dynaflow_jax.runtime.precedence import predecessors
+from dynaflow_jax.runtime.work import ALIGNMENT, Exchange, Operation, Partition, Value, Where, Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Expr:
+    """A value that is computed wherever it is read, from values in memory.
+
+    The sum of what arrived from other devices, say: it becomes part of whatever reads it, and costs no pass over
+    memory of its own.
+
+    Attributes:
+      reads: indices of values.
+      compute: from these values to the one that is meant.
+    """
+
+    reads: tuple[int, ...]
+    compute: Callable[..., Any]
+
+
+Term = int | Expr
+"""A value in memory, by its index, or an expression."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Something to compute; neighbours on a stream may become one partition.
+
+    Attributes:
+      name: the operators in it, for messages.
+      where: where it runs.
+      reads: indices of the values it takes.
+      writes: indices of the values it gives.
+      after: indices of operations that must be over before it starts.
+      compute: from values of ``reads`` to values of ``writes``; can be traced.
+      scope: tasks of different scopes (iterations of a loop) stay apart, since they compile to equal modules.
+    """
+
+    name: str
+    where: Where
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    after: tuple[int, ...]
+    compute: Callable[..., Sequence[Any]]
+    scope: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entry:
+    """An operation in a builder's list, which may still grow in front of it.
+
+    Attributes:
+      operation: the operation; its own ``after`` is filled in when the list is complete.
+      after: what must be over before it starts.
+    """
+
+    operation: Task | Exchange
+    after: tuple[Entry, ...]
+
+
+class Builder:
+    """Collects values and operations.
+
+    Args:
+      name: the function's name.
+      platform: ``"cpu"`` or ``"cuda"``.
+      avals: types of the inputs.
+      mesh: the sizes of the mesh axes around the function, if it runs on several devices.
+
+    Attributes:
+      inputs: the values of the inputs.
+      entries: the operations so far.
+      scope: of the tasks to come.
+    """
+
+    def __init__(self, name: str, platform: str, avals: Sequence[Any], mesh: Mapping[str, int]):
+        self.name = name
+        self.platform = platform
+        self.mesh = mesh
+        self.scope: tuple[int, ...] = ()
+        self.entries: list[Entry] = []
+        self._avals: list[Any] = []  # of values, as programs see them
+        self._values: list[Value] = []
+        self._ranks: dict[tuple[str, ...], int] = {}
+        self._outputs: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+        self.inputs = [self.value(aval, input=i) for i, aval in enumerate(avals)]
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def value(self, aval: Any, **attributes: Any) -> int:
+        """A new value of a type, with attributes of ``Value``."""
+        shape, dtype = physical(aval)
+        self._avals.append(aval)
+        self._values.append(Value(shape, dtype, **attributes))
+        return len(self._values) - 1
+
+    def constant(self, value: Any) -> int:
+        """A value that is known."""
+        value = np.asarray(value)
+        return self.value(jax.ShapeDtypeStruct(value.shape, value.dtype), constant=value)
+
+    def rank(self, axes: Sequence[str]) -> int:
+        """The device's position along mesh axes, as a 32-bit integer."""
+        axes = tuple(axes)
+        if axes not in self._ranks:
+            self._ranks[axes] = self.value(jax.ShapeDtypeStruct((), np.int32), rank=axes)
+        return self._ranks[axes]
+
+    def arrival(self, shape: tuple[int, ...], dtype: Any) -> int:
+        """A value that other devices write."""
+        return self.value(jax.ShapeDtypeStruct(shape, dtype), arrives=True)
+
+    def aval(self, value: int) -> Any:
+        """The type of a value, as programs see it."""
+        return self._avals[value]
+
+    def part(self, value: int, aval: Any, offset: int) -> Term:
+        """A part of a value, in place; of a value in memory whose part begins where XLA cannot read, an expression.
+
+        Args:
+          value: the whole.
+          aval: the type of the part.
+          offset: where it begins, in bytes; its elements lie end to end.
+        """
+        if offset % ALIGNMENT == 0:
+            return self.value(aval, within=(value, offset))
+        shape, dtype = physical(aval)
+        first = offset // dtype.itemsize
+
+        def cut(whole: Any) -> Any:
+            bits = to_bits(whole).reshape(-1)[first : first + int(np.prod(shape, dtype=int))]
+            return from_bits(bits.reshape(shape), aval)
+
+        return Expr((value,), cut)
+
+    def in_memory(self, term: Term, aval: Any, name: str, where: Where) -> int:
+        """A term as a value in memory."""
+        return term if isinstance(term, int) else self.task(name, lambda x: [x], [term], [aval], where)[0]
+
+    def beside_producer(self, name: str, compute: Callable[..., Any], term: Term, aval: Any, where: Where) -> int:
+        """What ``compute`` makes of a term, computed right behind the term itself, where that is computed.
+
+        Something to send, say, is put in order by the kernels that made it, and the stream that sends it only sends.
+
+        Args:
+          name: the operator, for messages.
+          compute: from the term's value to another of type ``aval``.
+          term: what to start from.
+          aval: the type of the result.
+          where: where to compute it if no task computes the term.
+        """
+        reads = {self._base(value) for value in ((term,) if isinstance(term, int) else term.reads)}
+        made = [i for i, entry in enumerate(self.entries) if reads & set(entry.operation.writes)]
+        last = made[-1] if made else len(self.entries) - 1
+        producer = self.entries[last].operation if made else None
+        scope, rest = self.scope, self.entries[last + 1 :]
+        del self.entries[last + 1 :]
+        if isinstance(producer, Task):
+            where, self.scope = producer.where, producer.scope
+        try:
+            return self.task(name, lambda x: [compute(x)], [term], [aval], where)[0]
+        finally:
+            self.scope = scope
+            self.entries += rest
+
+    # -- operations --------------------------------------------------------------------------------------------------
+
+    def task(
+        self,
+        name: str,
+        compute: Callable[..., Sequence[Any]],
+        terms: Sequence[Term],
+        avals: Sequence[Any],
+        where: Where,
+        after: Sequence[Entry] = (),
+    ) -> list[int]:
+        """Computes ``compute`` from terms; returns the new values, of types ``avals``."""
+        operands = [(term,) if isinstance(term, int) else term.reads for term in terms]
+        reads = tuple(dict.fromkeys(itertools.chain.from_iterable(operands)))
+
+        def from_memory(*values: Any) -> Sequence[Any]:
+            found = dict(zip(reads, values, strict=True))
+            return compute(
+                *(
+                    found[term] if isinstance(term, int) else term.compute(*(found[i] for i in term.reads))
+                    for term in terms
+                )
+            )
+
+        writes = tuple(self.value(aval) for aval in avals)
+        task = Task(name, where, reads, writes, (), from_memory, self.scope)
+        self.entries.append(Entry(task, tuple(after)))
+        return list(writes)
+
+    def exchange(self, exchange: Exchange, after: Sequence[Entry] = ()) -> None:
+        """Adds an exchange between devices."""
+        self.entries.append(Entry(exchange, tuple(after)))
+
+    def output(self, parts: Sequence[int]) -> None:
+        """The next output: values end to end."""
+        spans = list(itertools.accumulate((self._values[i].size for i in parts), initial=0))
+        self._outputs.append((spans[-1], tuple(zip(parts, spans[:-1], strict=True))))
+
+    # -- the result --------------------------------------------------------------------------------------------------
+
+    def work(self, moving: Sequence[bool]) -> Work:
+        """What was put together, compiled to StableHLO.
+
+        Args:
+          moving: whether each input is expected at another address in every call.
+        """
+        sizes = [self._values[i].size for i in self.inputs]
+        moving = list(moving)
+        index_of = {entry: i for i, entry in enumerate(self.entries)}
+        listed = [
+            dataclasses.replace(entry.operation, after=tuple(index_of[other] for other in entry.after))
+            for entry in self.entries
+        ]
+        communicates = any(isinstance(operation, Exchange) for operation in listed) or self._ranks
+        if communicates:
+            sizes.append(4)
+            moving.append(True)
+        kept = {self._base(value) for _, parts in self._outputs for value, _ in parts}
+        operations = tuple(map(self._compiled, _coalesced(listed, self._base, kept)))
+        used = {self._base(value) for operation in operations for value in (*operation.reads, *operation.writes)}
+        if not all(self._values[i].size for i in used | kept):
+            raise DynaFlowError("a value without elements has no address.")
+        return Work(
+            self.name,
+            tuple(self._values),
+            operations,
+            tuple(sizes),
+            tuple(moving),
+            tuple(self._outputs),
+            dict(self.mesh) if communicates else {},
+        )
+
+    def _base(self, index: int) -> int:
+        while (within := self._values[index].within) is not None:
+            index = within[0]
+        return index
+
+    def _compiled(self, operation: Task | Exchange) -> Operation:
+        if isinstance(operation, Exchange):
+            return operation
+        avals = [self._avals[i] for i in operation.reads]
+
+        def on_memory(*args: Any) -> list[Any]:
+            return [to_bits(x) for x in operation.compute(*map(from_bits, args, avals))]
+
+        body = on_memory if self.platform == "cpu" else _captured(on_memory)
+        shapes = [jax.ShapeDtypeStruct(*physical(aval)) for aval in avals]
+        try:
+            # Arguments that a partition does not use stay arguments, so that its signature is what it reads.
+            lowered = jax.jit(body, keep_unused=True).lower(*shapes)
+        except Exception as error:
+            raise DynaFlowError(f"{operation.name} cannot be compiled on its own: {error}") from error
+        module = compat.module_bytecode(lowered)
+        if compat.has_host_callback(module):
+            raise DynaFlowError(f"{operation.name} calls back to the host.")
+        return Partition(
+            operation.name,
+            operation.where,
+            operation.reads,
+            operation.writes,
+            operation.after,
+            module,
+            _fingerprint(lowered.as_text()),
+        )
+
+
+_PRIVATE = re.compile(r"func\.func private @([\w.\"\-/]+)\(")
+
+
+def _fingerprint(text: str) -> str:
+    """A hash that modules share which differ only in the names of their functions."""
+    for i, name in enumerate(dict.fromkeys(_PRIVATE.findall(text))):
+        text = re.sub(rf"@{re.escape(name)}(?=\()", f"@f{i}", text)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _captured(fun: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
+    """A function whose kernels are captured when it runs: a capture begins before the first and ends after the last."""
+    token = jax.ShapeDtypeStruct((), jnp.int32)
+    begin = jax.ffi.ffi_call("dynaflow_capture_begin", token, has_side_effect=True)
+    end = jax.ffi.ffi_call("dynaflow_capture_end", token, has_side_effect=True)
+
+    def captured(*args: Any) -> list[Any]:
+        started = begin(*args)
+        args, started = jax.lax.optimization_barrier((args, started))
+        results = jax.lax.optimization_barrier(list(fun(*args)))
+        return [*results, end(*results)]
+
+    return captured
+
+
+# -- tasks that become one -------------------------------------------------------------------------------------------
+
+
+def _coalesced(
+    operations: Sequence[Task | Exchange], base: Callable[[int], int], kept: set[int]
+) -> list[Task | Exchange]:
+    """The operations, with neighbours on a stream as one wherever no other stream could tell.
+
+    One module in place of two lets XLA fuse across them, and is one launch less. Two tasks become one if the second
+    waits for nothing that the first does not wait for, and nothing waits for the first that does not wait for the
+    second as well.
+
+    Args:
+      operations: with ``after`` as indices into this list.
+      base: from a value to the value in whose memory it lies.
+      kept: values that are read after all operations.
+    """
+    before = predecessors(operations, base)
+    followers = [0] * len(operations)  # bit masks: ``before`` the other way round
+    for i, mask in enumerate(before):
+        while mask:
+            low = mask & -mask
+            followers[low.bit_length() - 1] |= 1 << i
+            mask ^= low
+    member_of = list(range(len(operations)))  # the first task of the run that an operation belongs to
+    runs: dict[int, list[int]] = {}
+    writer = {value: i for i, operation in enumerate(operations) for value in operation.writes}
+    last: dict[str, int] = {}
+    for i, operation in enumerate(operations):
+        previous = last.get(operation.where.stream)
+        last[operation.where.stream] = i
+        first = operations[previous] if previous is not None else None
+        if (
+            previous is not None
+            and isinstance(first, Task)
+            and isinstance(operation, Task)
+            and (first.where, first.scope) == (operation.where, operation.scope)
+            and not before[i] & ~(before[previous] | 1 << previous)
+            and not followers[previous] & ~(followers[i] | 1 << i)
+            # What lies within another value has to be in memory to be read.
+            and not any(
+                base(value) != value and member_of[writer.get(base(value), i)] == member_of[previous]
+                for value in operation.reads
+            )
+        ):
+            member_of[i] = member_of[previous]
+        runs.setdefault(member_of[i], []).append(i)
+    readers: dict[int, set[int]] = {}
+    for i, operation in enumerate(operations):
+        for value in operation.reads:
+            readers.setdefault(base(value), set()).add(member_of[i])
+    order = {first: position for position, first in enumerate(runs)}
+    result: list[Task | Exchange] = []
+    for first, members in runs.items():
+        after = tuple(dict.fromkeys(order[member_of[j]] for i in members for j in operations[i].after))
+        after = tuple(j for j in after if j != order[first])
+        tasks = [operations[i] for i in members]
+        joined = tasks[0] if len(tasks) == 1 else _joined(tasks, first, readers, kept)
+        result.append(dataclasses.replace(joined, after=after))
+    return result
+
+
+def _joined(tasks: Sequence[Any], first: int, readers: Mapping[int, set[int]], kept: set[int]) -> Task:
+    """Tasks as one, that gives what others read."""
+    made = [value for task in tasks for value in task.writes]
+    reads = tuple(dict.fromkeys(v for task in tasks for v in task.reads if v not in set(made)))
+    writes = tuple(v for v in made if v in kept or readers.get(v, set()) - {first}) or tuple(made[-1:])
+
+    def compute(*values: Any) -> list[Any]:
+        env = dict(zip(reads, values, strict=True))
+        for task in tasks:
+            env.update(zip(task.writes, task.compute(*(env[v] for v in task.reads)), strict=True))
+        return [env[v] for v in writes]
+
+    name = " + ".join(dict.fromkeys(task.name for task in tasks))
+    return Task(name, tasks[0].where, reads, writes, (), compute, tasks[0].scope)
+
+
+# -- types in memory -------------------------------------------------------------------------------------------------
+
+
+def physical(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and type in memory: keys are bits, and a boolean is a byte."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        bits = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        return bits.shape, np.dtype(bits.dtype)
+    return tuple(aval.shape), np.dtype(aval.dtype)
+
+
+def to_bits(value: Any) -> Any:
+    """A value as it lies in memory."""
+    return jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+
+
+def from_bits(value: Any, aval: Any) -> Any:
+    """A value of a type, from what lies in memory."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return compat.wrap_key_data(value, aval.dtype)
+    return value

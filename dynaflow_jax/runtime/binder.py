@@ -1,0 +1,150 @@
+"""Binding a plan's work to devices and to the addresses of one call: compiled, captured, and told to the executor."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from dynaflow_jax import compat
+from dynaflow_jax.errors import DynaFlowError
+from dynaflow_jax.runtime import arrivals, cuda, extension, host, private
+from dynaflow_jax.runtime.binding import Binding, Shared, Team, naming
+from dynaflow_jax.runtime.work import Partition, Work
+
+# A capture's number is told to the extension just before its module runs, so only one may be under way.
+_capturing = threading.RLock()
+
+TIMEOUT_S = 60.0
+"""How long devices wait for one another before a run fails."""
+
+Call = tuple[int, Sequence[int], Sequence[int]]
+"""A call of one device: its ordinal, and the addresses of the inputs and outputs."""
+
+
+class Binder:
+    """Binds one plan's work, for every device and set of addresses that it is called with.
+
+    Attributes:
+      work: what to bind.
+      platform: ``"cpu"`` or ``"cuda"``.
+      devices: the ordinals of the devices that may call.
+      plan: the executor's number of the plan.
+
+    Inputs that are not split (weights, mostly) are read in place, at their address; a call that brings others is
+    bound again. An input whose address keeps changing is copied into the pool from then on.
+    """
+
+    def __init__(self, work: Work, platform: str, devices: Sequence[int], capacity: int = 4):
+        self.work = work
+        self.devices = devices
+        self.platform = platform
+        self.plan = extension.module.create_plan(self.bind, capacity, work.participants, TIMEOUT_S)
+        self._free = extension.module.free_plan
+        self._moving = list(work.moving)
+        self._seen: dict[int, list[Sequence[int]]] = {}  # addresses of earlier bindings, by device
+        self._executables: dict[tuple[str, str, int], Any] = {}
+        self._layout = arrivals.layout(work)
+        self._team: Team | None = None
+
+    def close(self) -> None:
+        """Frees the plan; runs under way finish first."""
+        self._free(self.plan)
+
+    def bind(self, calls: Sequence[Call]) -> None:
+        """Adds programs for the devices of a run and the addresses of their inputs.
+
+        The executor calls this when it has none, with the calls of all devices that run the plan together.
+        """
+        with _capturing, _explaining_memory(self.work.name):
+            for device, inputs, _ in calls:
+                self._note(device, inputs)
+            if self.work.mesh:
+                self._team = self._team or self._meet(calls)
+            for device, inputs, _ in calls:
+                self._binding(device, inputs).add(self.plan)
+
+    def rehearse(self) -> None:
+        """Compiles every partition, and captures it on memory of no meaning, to find out whether all can be.
+
+        Compiling has to happen here: in a call, XLA holds a lock on the device that compiling for it wants too.
+        """
+        with _capturing, jax.ensure_compile_time_eval(), _explaining_memory(self.work.name):  # a trace may be under way
+            for device in self.devices if self.platform == "cuda" else (0,):
+                for operation in self.work.operations:
+                    if isinstance(operation, Partition):
+                        self._executable(operation, device)
+            if self.platform == "cuda":
+                binding = self._binding(self.devices[0], None)
+                assert isinstance(binding, cuda.CudaBinding)
+                with binding.captures():
+                    pass
+
+    def _binding(self, device: int, inputs: Sequence[int] | None) -> Binding:
+        made = host.HostBinding if self.platform == "cpu" else cuda.CudaBinding
+        team = None if inputs is None else self._team
+        return made(self.work, device, inputs, self._moving, team, executables=self._executable)
+
+    def _note(self, device: int, inputs: Sequence[int]) -> None:
+        """Keeps the addresses of a call, and sees which inputs keep moving."""
+        seen = self._seen.setdefault(device, [])
+        for i, address in enumerate(inputs):
+            # Twice elsewhere is a habit, once may be a new set of weights.
+            if len({old[i] for old in seen} | {address}) > 2:
+                self._moving[i] = True
+        seen.append(tuple(inputs))
+
+    def _meet(self, calls: Sequence[Call]) -> Team:
+        """Who is who in the mesh, as the last input of each device's call says; and the memory they share."""
+        rank_of = {}
+        for device, inputs, _ in calls:
+            rank_of[device] = (
+                host.read_int32(inputs[-1]) if self.platform == "cpu" else cuda.read_int32(device, inputs[-1])
+            )
+        devices = sorted(rank_of, key=rank_of.__getitem__)
+        if sorted(rank_of.values()) != list(range(self.work.participants)):
+            raise DynaFlowError(f"devices {devices} say that they are {sorted(rank_of.values())} in the mesh.")
+        return Team(tuple(devices), {device: self._shared(device) for device in devices}, self._layout)
+
+    def _shared(self, device: int) -> Shared:
+        def allocate(size: int) -> tuple[int, Any]:
+            return host.allocate(size) if self.platform == "cpu" else cuda.allocate(device, size)
+
+        (memory, owner), (flags, flags_owner) = allocate(self._layout.size), allocate(4 * self._layout.num_flags)
+        return Shared(memory, flags, (owner, flags_owner))
+
+    def _executable(self, partition: Partition, device: int) -> Any:
+        """The executable of a partition, one for all whose modules are equal."""
+        stream = partition.where.stream if self.platform == "cuda" else ""
+        key = (partition.key, stream, device)
+        if key not in self._executables:
+            client = private.client(self.platform, device, stream)
+            with naming(partition.name, "compiled"):
+                executable = client.compile(partition.module)
+            if self.platform == "cuda":
+                cuda.check_capturable(compat.scheduled_text(executable), partition.name)
+            self._executables[key] = executable
+        return self._executables[key]
+
+
+@contextlib.contextmanager
+def _explaining_memory(name: str) -> Iterator[None]:
+    """Says of an allocation that failed where the memory would have come from, and what to do.
+
+    It is an error in a call, not a warning: XLA has compiled the program without the computation that the custom call
+    stands for. Keeping that as well, to branch to, would cost its memory in every call, and a wait for the condition.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not compat.is_out_of_memory(error):
+            raise
+        raise DynaFlowError(
+            f"There is no memory left to dispatch {name}: {error}. A dispatched plan keeps its values in memory of its "
+            "own beside JAX's, a pool for each stream. Let JAX take less (XLA_PYTHON_CLIENT_MEM_FRACTION), lower the "
+            "rows of the micro-batches or the number of streams, or pass backend='xla'; flow.prepare(...) ahead of "
+            "the first call falls back to XLA by itself."
+        ) from error

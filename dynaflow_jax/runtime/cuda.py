@@ -1,0 +1,140 @@
+"""CUDA: partitions are graphs of XLA's own kernels, captured from private clients."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from dynaflow_jax import compat
+from dynaflow_jax.errors import DynaFlowError
+from dynaflow_jax.runtime import extension, private
+from dynaflow_jax.runtime.binding import Binding, naming, view
+from dynaflow_jax.runtime.work import Partition
+
+_numbers = itertools.count(1)  # of captures
+
+
+class CudaBinding(Binding):
+    """A program of captured graphs.
+
+    Args:
+      args: see ``Binding``.
+      executables: from a partition and a device to its executable.
+    """
+
+    platform = "cuda"
+
+    def __init__(self, *args: Any, executables: Callable[[Partition, int], Any]):
+        self._executables = executables
+        super().__init__(*args)
+
+    def allocate(self, size: int) -> int:
+        """See ``Binding``."""
+        address, owner = allocate(self.device, size)
+        self.keep.append(owner)
+        return address
+
+    def place(self, value: Any) -> int:
+        """See ``Binding``."""
+        memory = _put(self.device, value)
+        self.keep.append(memory)
+        return memory.unsafe_buffer_pointer()
+
+    def add(self, plan: int) -> None:
+        """See ``Binding``."""
+        with self.captures() as numbers:
+            blob = self.encode(numbers)
+            extension.module.add_cuda_program(
+                plan, self.devices(), blob, order_overlaps=True, keep_alive=[self.keep, self.team]
+            )
+
+    @contextlib.contextmanager
+    def captures(self) -> Iterator[list[int]]:
+        """Captures every partition; gives the numbers of the captures, which are forgotten in the end."""
+        numbers: list[int] = []
+        try:
+            self._capture(numbers)
+            yield numbers
+        finally:
+            for number in numbers:
+                with contextlib.suppress(extension.module.DispatchError):  # the last one may have failed to begin
+                    extension.module.free_capture(number)
+
+    def _capture(self, numbers: list[int]) -> None:
+        work = self.work
+        last = work.last_uses()
+        alive: dict[int, Any] = {}
+        for index, operation in enumerate(work.operations):
+            if isinstance(operation, Partition):
+                alive.update(zip(operation.writes, self._captured(operation, numbers), strict=False))
+            # Dropped memory is taken again by what is captured later; the executor orders the two by address.
+            for i in {work.base(value)[0] for value in (*operation.reads, *operation.writes)}:
+                if last[i] == index:
+                    alive.pop(i, None)
+        self.keep += alive.values()
+
+    def _captured(self, partition: Partition, numbers: list[int]) -> list[Any]:
+        """Captures one partition; returns its results, which own their memory."""
+        client = private.client("cuda", self.device, partition.where.stream)
+        executable = self._executables(partition, self.device)
+        number = next(_numbers)
+        numbers.append(number)
+        with naming(partition.name, "captured"):
+            inputs = [self.view(client, self.work.values[i], self.at(i)) for i in partition.reads]
+            extension.module.expect_capture(number)
+            results = client.run(executable, inputs)
+            for result in results:
+                result.block_until_ready()
+            outputs = extension.module.capture_info(number)["outputs"]
+        self.keep.append(executable)  # its kernels and constants are the graph's
+        for i, result, address in zip(partition.writes, results, outputs, strict=False):
+            if result.unsafe_buffer_pointer() != address:
+                raise DynaFlowError(f"{partition.name} could not be captured: XLA copies its results.")
+            self.assign(i, address)
+        return results
+
+
+def allocate(device: int, size: int) -> tuple[int, Any]:
+    """Zeroed memory of a device: its address, and what owns it."""
+    memory = _put(device, np.zeros(max(size, 1), np.uint8))
+    return memory.unsafe_buffer_pointer(), memory
+
+
+def _put(device: int, value: np.ndarray) -> Any:
+    """A copy in the device's memory; nothing may be compiled here, XLA may be running on this very thread."""
+    memory = jax.device_put(value, compat.local_device(device))
+    memory.block_until_ready()
+    return memory
+
+
+def read_int32(device: int, address: int) -> int:
+    """A number in the memory of a device."""
+    return int(np.asarray(view(private.client("cuda", device, ""), "cuda", device, (), np.dtype(np.int32), address)))
+
+
+# What XLA may leave before a capture begins and after it ends: nothing that runs.
+_IDLE = frozenset({"parameter", "constant", "bitcast", "get-tuple-element", "tuple"})
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?:\([^=]*?\)|[^\s(]+) ([\w\-]+)\(", re.MULTILINE)
+
+
+def check_capturable(text: str, name: str) -> None:
+    """Raises if a compiled module does something that its capture would not see, or that cannot be captured.
+
+    XLA copies what a loop starts from before it does anything else, so a loop's capture would miss that; and a loop or
+    branch that asks the device for its condition waits for it, which a capture cannot.
+    """
+    for opcode in ("while", "conditional", "infeed", "outfeed", "send", "recv"):
+        if f" {opcode}(" in text:
+            raise DynaFlowError(f"{name} cannot be captured: it holds a {opcode}.")
+    inside = False
+    for line in text[text.index("\nENTRY ") :].splitlines()[1:]:
+        if '"dynaflow_capture_' in line:
+            inside = '"dynaflow_capture_begin"' in line
+        elif not inside and (found := _INSTRUCTION.match(line)) and found[1] not in _IDLE:
+            raise DynaFlowError(f"{name} cannot be captured: XLA moved a {found[1]} out of the capture.")

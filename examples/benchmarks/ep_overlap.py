@@ -1,0 +1,146 @@
+"""Two GPUs: expert-parallel layers, their all-to-alls hidden behind the other micro-batch, against XLA.
+
+    JAX_PLATFORMS=cuda,cpu python -m examples.benchmarks.ep_overlap [--quick] [--json=FILE] [--cases=8192,...]
+
+Four layers of attention and a mixture of 32 experts (width 4096, hidden 1536, eight experts a token, bfloat16), with
+balanced routing inside groups of tokens as in GShard (arXiv 2006.16668, section 2.2): one ``all_to_all`` takes tokens
+to the experts' devices, another brings them back. XLA's best of: the whole batch and two halves by hand; by default,
+with the latency-hiding scheduler, and without command buffers. The limit is the same function without communication.
+Contenders take turns in one process; medians. Tokens are counted per GPU.
+
+``--quick`` is for a machine without a GPU: small sizes, few calls, the host twin; its numbers mean nothing.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import dynaflow_jax as df
+from examples.benchmarks.keep import keep
+from examples.benchmarks.overlap import XLA, attention, contend, norm, normal
+
+_JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
+_QUICK = flags.DEFINE_bool("quick", False, "Whether only to see that it works.")
+_CASES = flags.DEFINE_list("cases", None, "Tokens per GPU of the cases to measure; all by default.")
+
+Layer = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+Exchange = Callable[[jax.Array], jax.Array]
+
+
+def routes(tokens: int, experts: int, chosen: int) -> tuple[np.ndarray, np.ndarray]:
+    """Balanced routing within a group: which token is in each of an expert's places, and where each token's are."""
+    to = (np.arange(tokens)[:, None] * chosen + np.arange(chosen)) % experts
+    places, found = np.zeros((experts, tokens * chosen // experts), np.int32), np.zeros((tokens, chosen, 2), np.int32)
+    filled = np.zeros(experts, int)
+    for token in range(tokens):
+        for j, expert in enumerate(to[token]):
+            places[expert, filled[expert]] = token
+            found[token, j] = expert, filled[expert]
+            filled[expert] += 1
+    return places, found
+
+
+def dispatch(x: jax.Array, places: np.ndarray) -> jax.Array:
+    """Tokens of every group in the order of the experts: (experts, groups, places, width)."""
+    return jnp.moveaxis(norm(x)[:, places], 1, 0)
+
+
+def experts(y: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    gate, value = jnp.split(jnp.einsum("egcd,edf->egcf", y, up), 2, axis=-1)
+    return jnp.einsum("egcf,efd->egcd", jax.nn.silu(gate) * value, down)
+
+
+def combine(x: jax.Array, y: jax.Array, found: np.ndarray) -> jax.Array:
+    """Adds to each token what its experts made of it."""
+    return x + jnp.moveaxis(y, 1, 0)[:, found[..., 0], found[..., 1]].sum(2).astype(x.dtype)
+
+
+def model(ws: Sequence[Layer], x: jax.Array, *, there: Exchange, back: Exchange, routing: Any, head: int) -> jax.Array:
+    """Layers on ``x`` of shape (groups, tokens, width)."""
+    places, found = routing
+    for qkv, out, up, down in ws:
+        with df.mark("attention"):
+            x = x + attention(x, qkv, out, head)
+            y = dispatch(x, places)
+        y = there(y)
+        with df.mark("experts"):
+            y = experts(y, up, down)
+        y = back(y)
+        with df.mark("combine"):
+            x = combine(x, y, found)
+    return x
+
+
+def halves(ws: Sequence[Layer], x: jax.Array, *, there: Exchange, back: Exchange, routing: Any, head: int) -> jax.Array:
+    """The same, split by hand for XLA's scheduler."""
+    places, found = routing
+    parts = list(jnp.split(x, 2))
+    for qkv, out, up, down in ws:
+        parts = [part + attention(part, qkv, out, head) for part in parts]
+        ys = [there(dispatch(part, places)) for part in parts]
+        ys = [back(experts(y, up, down)) for y in ys]
+        parts = [combine(part, y, found) for part, y in zip(parts, ys, strict=True)]
+    return jnp.concatenate(parts)
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    mesh = jax.make_mesh((2,), ("ep",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    width, hidden, count, chosen, head, depth = (64, 32, 8, 2, 16, 2) if _QUICK.value else (4096, 1536, 32, 8, 128, 4)
+    cases = ((2, 8),) if _QUICK.value else ((16, 512), (8, 512), (4, 512), (2, 256))
+    specs = [(P(), P(), P("ep"), P("ep"))] * depth
+    shapes = ((width, 3 * width), (width, width), (count, width, 2 * hidden), (count, hidden, width))
+    ws = [
+        tuple(normal(mesh, shape, spec, 4 * i + j) for j, (shape, spec) in enumerate(zip(shapes, layer, strict=True)))
+        for i, layer in enumerate(specs)
+    ]
+    rows = []
+    for groups, tokens in cases:
+        if _CASES.value and str(groups * tokens) not in _CASES.value:
+            continue
+        x = normal(mesh, (2 * groups, tokens, width), P("ep"), 99, 1.0)
+        rows.append(measure(mesh, specs, ws, x, routes(tokens, count, chosen), head))
+        keep(_JSON.value, "ep_overlap", rows)
+
+
+def measure(mesh: Any, specs: Any, ws: Any, x: jax.Array, routing: Any, head: int) -> dict[str, Any]:
+    tokens = x.shape[0] * x.shape[1] // 2
+
+    def mapped(fun: Callable[..., Any], options: dict[str, Any] | None = None) -> Callable[..., Any]:
+        inner = jax.shard_map(fun, mesh=mesh, in_specs=(specs, P("ep")), out_specs=P("ep"), check_vma=False)
+        return jax.jit(inner, compiler_options=options)
+
+    there = functools.partial(jax.lax.all_to_all, axis_name="ep", split_axis=0, concat_axis=2, tiled=True)
+    back = functools.partial(jax.lax.all_to_all, axis_name="ep", split_axis=2, concat_axis=0, tiled=True)
+    own: dict[str, Any] = {"there": there, "back": back, "routing": routing, "head": head}
+    whole, split = functools.partial(model, **own), functools.partial(halves, **own)
+    ours = {}
+    for name, strategy in (("one", df.strategies.SingleBatchOverlap()), ("two", df.strategies.DualBatchOverlap())):
+        ours[name] = mapped(df.dynaflow(whole, scheduler=strategy, batch_axes=(None, 0), backend="dispatch"))
+    theirs = {f"whole, {name}": mapped(whole, options) for name, options in XLA.items()}
+    theirs |= {f"halves, {name}": mapped(split, XLA[name]) for name in ("default", "latency hiding")}
+
+    def stays(y: jax.Array, *, to_experts: bool) -> jax.Array:
+        """An exchange's shapes without the exchange."""
+        e, g, c, d = y.shape
+        return y.reshape(e // 2, g, 2 * c, d) if to_experts else y.reshape(2 * e, g, c // 2, d)
+
+    alone = {
+        "there": functools.partial(stays, to_experts=True),
+        "back": functools.partial(stays, to_experts=False),
+    }
+    limit = mapped(functools.partial(model, **(own | alone)))
+    rounds, calls = (1, 2) if _QUICK.value else (5, max(4, min(30, 50_000 // tokens)))
+    reference = {"one": "whole, default", "two": "halves, default"}
+    return contend(f"ep-{tokens}", ours, theirs, limit, reference, (ws, x), rounds, calls)
+
+
+if __name__ == "__main__":
+    app.run(main)

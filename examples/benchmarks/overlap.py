@@ -1,0 +1,97 @@
+"""What the benchmarks of several GPUs share: Llama's blocks, XLA's ways to run them, and the comparison."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from examples.benchmarks.timing import medians
+
+XLA: dict[str, dict[str, Any]] = {
+    "default": {},
+    "latency hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
+    "no command buffers": {"xla_gpu_enable_command_buffer": ""},
+    "latency hiding, no command buffers": {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_enable_command_buffer": "",
+    },
+}
+"""Compiler options under which XLA may overlap communication; the best one counts."""
+
+
+def norm(x: jax.Array) -> jax.Array:
+    """RMS norm without a scale."""
+    return x * jax.lax.rsqrt(jnp.mean(x.astype(jnp.float32) ** 2, -1, keepdims=True) + 1e-6).astype(x.dtype)
+
+
+def attention(x: jax.Array, qkv: jax.Array, out: jax.Array, head: int) -> jax.Array:
+    """Causal attention on ``x`` of shape (batch, tokens, width), with as many heads as ``qkv`` has."""
+    batch, tokens, _ = x.shape
+    q, k, v = jnp.split((norm(x) @ qkv).reshape(batch, tokens, -1, head), 3, axis=2)
+    kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    heads = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
+    return heads.reshape(batch, tokens, -1) @ out
+
+
+def normal(mesh: Any, shape: tuple[int, ...], spec: Any, seed: int, scale: float = 0.02) -> jax.Array:
+    """Random bfloat16 numbers, sharded."""
+    made = jax.jit(
+        lambda: (jax.random.normal(jax.random.key(seed), shape) * scale).astype(jnp.bfloat16),
+        out_shardings=NamedSharding(mesh, spec),
+    )
+    return made()
+
+
+def contend(
+    case: str,
+    ours: dict[str, Callable[..., Any]],
+    theirs: dict[str, Callable[..., Any]],
+    limit: Callable[..., Any],
+    reference: dict[str, str],
+    arguments: Sequence[Any],
+    rounds: int,
+    calls: int,
+) -> dict[str, Any]:
+    """Measures contenders in turns and prints how they did.
+
+    Args:
+      case: its name.
+      ours: dispatched plans.
+      theirs: XLA's programs.
+      limit: the function without communication.
+      reference: for each of ours, whose result of theirs it is compared with.
+      arguments: of all.
+      rounds: how many turns.
+      calls: how many calls in a turn.
+    """
+    differences = {}
+    for name, fun in ours.items():
+        got = np.asarray(fun(*arguments), np.float32)
+        want = np.asarray(theirs[reference[name]](*arguments), np.float32)
+        differences[name] = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+    funs = {**ours, **theirs, "limit": limit}
+    times = medians(funs, dict.fromkeys(funs, arguments), rounds, calls)
+    best, own = min(theirs, key=times.__getitem__), min(ours, key=times.__getitem__)
+    exposed = times[best] - times["limit"]
+    hidden = round((times[best] - times[own]) / exposed, 3) if exposed > 0 else None
+    print(
+        f"{case:10s} XLA {times[best]:8.1f} µs ({best}), ours {times[own]:8.1f} µs ({own}), limit "
+        f"{times['limit']:8.1f} µs; ratio {times[best] / times[own]:.3f} of at most {times[best] / times['limit']:.3f}, "
+        f"hidden {hidden}, differences {', '.join(f'{d:.1e}' for d in differences.values())}\n    "
+        + ", ".join(f"{name} {time}" for name, time in times.items()),
+        flush=True,
+    )
+    return {
+        "case": case,
+        "best_xla_us": times[best],
+        "best_xla": best,
+        "ours_us": times[own],
+        "ours": own,
+        "limit_us": times["limit"],
+        "hidden": hidden,
+        "difference": max(differences.values()),
+        "equal": not any(differences.values()),
+    }

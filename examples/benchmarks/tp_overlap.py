@@ -1,0 +1,105 @@
+"""Two GPUs: a tensor-parallel block stack, its all-reduces hidden behind the other micro-batch, against XLA.
+
+    JAX_PLATFORMS=cuda,cpu python -m examples.benchmarks.tp_overlap [--quick] [--json=FILE] [--cases=8192,...]
+
+Six layers of Llama's shape (width 4096, hidden 14336, bfloat16) with two ``psum`` each, inside ``shard_map``. XLA's best
+of: the whole batch and two halves by hand; by default, with the latency-hiding scheduler, and without command buffers.
+The limit is the same function without communication. Contenders take turns in one process; medians.
+
+``--quick`` is for a machine without a GPU: small sizes, few calls, the host twin; its numbers mean nothing.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import dynaflow_jax as df
+from examples.benchmarks.keep import keep
+from examples.benchmarks.overlap import XLA, attention, contend, norm, normal
+
+_JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
+_QUICK = flags.DEFINE_bool("quick", False, "Whether only to see that it works.")
+_CASES = flags.DEFINE_list("cases", None, "Tokens of the cases to measure; all by default.")
+
+Layer = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+Reduce = Callable[[jax.Array], jax.Array]
+
+
+def mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    gate, value = jnp.split(norm(x) @ up, 2, axis=-1)
+    return (jax.nn.silu(gate) * value) @ down
+
+
+def model(ws: Sequence[Layer], x: jax.Array, *, reduce: Reduce, head: int) -> jax.Array:
+    """Pre-norm layers on ``x`` of shape (batch, tokens, width), each device with its share of heads and hidden units."""
+    for qkv, out, up, down in ws:
+        with df.mark("attention"):
+            y = attention(x, qkv, out, head)
+        x = x + reduce(y)
+        with df.mark("mlp"):
+            y = mlp(x, up, down)
+        x = x + reduce(y)
+    return x
+
+
+def halves(ws: Sequence[Layer], x: jax.Array, *, reduce: Reduce, head: int) -> jax.Array:
+    """The same, split by hand for XLA's scheduler."""
+    parts = jnp.split(x, 2)
+    for qkv, out, up, down in ws:
+        ys = [attention(part, qkv, out, head) for part in parts]
+        parts = [part + reduce(y) for part, y in zip(parts, ys, strict=True)]
+        ys = [mlp(part, up, down) for part in parts]
+        parts = [part + reduce(y) for part, y in zip(parts, ys, strict=True)]
+    return jnp.concatenate(parts)
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    width, hidden, head, depth = (64, 96, 16, 2) if _QUICK.value else (4096, 14336, 128, 6)
+    cases = ((4, 8), (2, 4)) if _QUICK.value else ((32, 512), (16, 512), (8, 512), (4, 256), (2, 128))
+    specs = [(P(None, "tp"), P("tp", None), P(None, "tp"), P("tp", None))] * depth
+    shapes = ((width, 3 * width), (width, width), (width, 2 * hidden), (hidden, width))
+    ws = [
+        tuple(normal(mesh, shape, spec, 4 * i + j) for j, (shape, spec) in enumerate(zip(shapes, layer, strict=True)))
+        for i, layer in enumerate(specs)
+    ]
+    rows = []
+    for batch, tokens in cases:
+        if _CASES.value and str(batch * tokens) not in _CASES.value:
+            continue
+        x = normal(mesh, (batch, tokens, width), P(), 99, 1.0)
+        rows.append(measure(mesh, specs, ws, x, head))
+        keep(_JSON.value, "tp_overlap", rows)
+
+
+def measure(mesh: Any, specs: Any, ws: Any, x: jax.Array, head: int) -> dict[str, Any]:
+    tokens = x.shape[0] * x.shape[1]
+
+    def mapped(fun: Callable[..., Any], options: dict[str, Any] | None = None) -> Callable[..., Any]:
+        inner = jax.shard_map(fun, mesh=mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False)
+        return jax.jit(inner, compiler_options=options)
+
+    total = functools.partial(jax.lax.psum, axis_name="tp")
+    whole = functools.partial(model, reduce=total, head=head)
+    split = functools.partial(halves, reduce=total, head=head)
+    ours = {}
+    for k in (1, 2):
+        strategy = df.strategies.NanoFlow(k)
+        ours[f"k={k}"] = mapped(df.dynaflow(whole, scheduler=strategy, batch_axes=(None, 0), backend="dispatch"))
+    theirs = {f"whole, {name}": mapped(whole, options) for name, options in XLA.items()}
+    theirs |= {f"halves, {name}": mapped(split, XLA[name]) for name in ("default", "latency hiding")}
+    limit = mapped(functools.partial(model, reduce=lambda y: y, head=head))
+    rounds, calls = (1, 2) if _QUICK.value else (5, max(4, min(40, 100_000 // tokens)))
+    reference = {"k=1": "whole, default", "k=2": "halves, default"}
+    return contend(f"tp-{tokens}", ours, theirs, limit, reference, (ws, x), rounds, calls)
+
+
+if __name__ == "__main__":
+    app.run(main)
