@@ -4,16 +4,22 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 JAX ?=
 VENV ?= .venv
 JOBS ?= 2
+CORE = annotate plan properties regressions schedule sharding split transform
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 RUN = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(VENV)/bin/python
 
-.PHONY: demo test test-native test-bazel lint types format bench clean
+.PHONY: demo test test-dispatch test-native test-bazel lint types format bench clean
 
 demo: $(VENV)/.demo            ## embed a text with a real model, as it is and scheduled: make demo [FILE=text.txt]
 	$(RUN) -m examples.minilm $(FILE)
 
 test: lint types $(VENV)/.demo ## everything that CI checks
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(MAKE) test-dispatch
+
+test-dispatch: $(VENV)/.dev    ## what both lowerings must get right, with plans dispatched (to the host twin, on CPU)
+	DYNAFLOW_BACKEND=dispatch HYPOTHESIS_PROFILE=quick $(RUN) -m pytest -n $(JOBS) --dist worksteal --disable-warnings \
+		$(addprefix tests/,lowering strategies $(addsuffix .py,$(addprefix test_,$(CORE))))
 
 test-native:                   ## the executor's C++ tests: plain, and under the address and thread sanitizers
 	xla_ffi/test.sh

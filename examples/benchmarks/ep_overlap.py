@@ -122,7 +122,12 @@ def measure(mesh: Any, specs: Any, ws: Any, x: jax.Array, routing: Any, head: in
     own: dict[str, Any] = {"there": there, "back": back, "routing": routing, "head": head}
     whole, split = functools.partial(model, **own), functools.partial(halves, **own)
     ours = {}
-    for name, strategy in (("one", df.strategies.SingleBatchOverlap()), ("two", df.strategies.DualBatchOverlap())):
+    strategies = {
+        "one": df.strategies.SingleBatchOverlap(),
+        "two": df.strategies.DualBatchOverlap(),
+        "two, concurrent": df.strategies.DualBatchOverlap(concurrent=True),
+    }
+    for name, strategy in strategies.items():
         ours[name] = mapped(df.dynaflow(whole, scheduler=strategy, batch_axes=(None, 0), backend="dispatch"))
     theirs = {f"whole, {name}": mapped(whole, options) for name, options in XLA.items()}
     theirs |= {f"halves, {name}": mapped(split, XLA[name]) for name in ("default", "latency hiding")}
@@ -138,7 +143,7 @@ def measure(mesh: Any, specs: Any, ws: Any, x: jax.Array, routing: Any, head: in
     }
     limit = mapped(functools.partial(model, **(own | alone)))
     rounds, calls = (1, 2) if _QUICK.value else (5, max(4, min(30, 50_000 // tokens)))
-    reference = {"one": "whole, default", "two": "halves, default"}
+    reference = {name: "whole, default" if name == "one" else "halves, default" for name in strategies}
     return contend(f"ep-{tokens}", ours, theirs, limit, reference, (ws, x), rounds, calls)
 
 

@@ -65,4 +65,4 @@ def rotate(x: jax.Array) -> jax.Array:
     angle = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)
     sin, cos = jnp.sin(angle)[:, None], jnp.cos(angle)[:, None]
     a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)

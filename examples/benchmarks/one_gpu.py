@@ -6,26 +6,18 @@ Contenders take turns in one process; medians. XLA's best of: the whole batch, t
 command buffers on, off or concurrent.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
 
 import dynaflow_jax as df
 from examples.benchmarks.keep import keep
+from examples.benchmarks.timing import OPTIONS, medians
 
 _JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "no-command-buffers": {"xla_gpu_enable_command_buffer": ""},
-    "concurrent": {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT", "xla_gpu_graph_min_graph_size": 1},
-}
 
 
 class TwoStreams(df.OpScheduler):
@@ -88,24 +80,6 @@ def measure(batch: int, width: int, depth: int) -> dict[str, Any]:
         flush=True,
     )
     return row
-
-
-def medians(
-    funs: dict[str, Callable[..., Any]], arguments: dict[str, Any], rounds: int = 7, calls: int = 30
-) -> dict[str, float]:
-    """Median microseconds of a call, contenders in turns."""
-    times: dict[str, list[float]] = {name: [] for name in funs}
-    for turn in range(rounds + 1):
-        for name, fun in funs.items():
-            result = fun(*arguments[name])
-            jax.block_until_ready(result)
-            start = time.perf_counter()
-            for _ in range(calls):
-                result = fun(*arguments[name])
-            jax.block_until_ready(result)
-            if turn:
-                times[name].append((time.perf_counter() - start) / calls * 1e6)
-    return {name: float(np.round(statistics.median(taken), 1)) for name, taken in times.items()}
 
 
 if __name__ == "__main__":

@@ -112,7 +112,79 @@ def one_gpu(rows: Sequence[Row]) -> str:
     return table(header, cells)
 
 
-TABLES: dict[str, Callable[[Sequence[Row]], str]] = {"trace_cost": trace_cost, "one_gpu": one_gpu}
+def launch_overhead(rows: Sequence[Row]) -> str:
+    """What dispatching costs where there is nothing to overlap, and what calls leave in memory."""
+    header = ("case", "XLA's best", "dispatched", "ratio", "at most")
+    cells = []
+    for row in rows:
+        if "calls" in row:
+            host, device = (
+                f"{row[f'{where}_growth_bytes'] / 1024:+.0f} KiB, {where} (at most "
+                f"{row[f'{where}_limit_bytes'] / 1024:.0f})"
+                for where in ("host", "device")
+            )
+            cells.append((f"memory after {row['calls']} calls", "", f"{host}; {device}", "", ""))
+            continue
+        name = row["case"].removeprefix("step-")
+        if name.startswith("host-"):
+            name = f"host's time for a call, {name.removeprefix('host-').replace('-', ' ')}"
+        limit = f"{row['limit']:.2f}" if "limit" in row else f"{row['limit_us']:.0f} µs"
+        times = (f"{row['best_xla_us']:.0f} µs", f"{row['ours_us']:.0f} µs", f"{row['ratio']:.2f}")
+        cells.append((name, *times, limit))
+    return table(header, cells)
+
+
+def branches(rows: Sequence[Row]) -> str:
+    """Independent branches against each of XLA's ways, as times as fast."""
+    ways = {"default": "XLA", "no-command-buffers": "without command buffers", "concurrent": "CONCURRENT"}
+    header = ("branches", "dispatched", "one alone", *(f"times as fast as {way}" for way in ways.values()), "same bits")
+    cells = []
+    for row in rows:
+        ratios = []
+        for way in ways:
+            least = f" (at least {row['targets'][way]})" if way in row["targets"] else ""
+            ratios.append(f"{row[f'{way}_us'] / row['ours_us']:.2f}{least}")
+        name, same = row["case"].removeprefix("branches-"), "yes" if row["equal"] else "no"
+        cells.append((name, f"{row['ours_us']:.0f} µs", f"{row['alone_us']:.0f} µs", *ratios, same))
+    return table(header, cells)
+
+
+def memory(rows: Sequence[Row]) -> str:
+    """Peak memory of a forward pass."""
+    header = ("case", "XLA", "dispatched", "of which arguments", "ratio", "at most")
+    cells = []
+    for row in rows:
+        sizes = [f"{row[key] / 2**20:.0f} MiB" for key in ("xla_bytes", "ours_bytes", "argument_bytes")]
+        ratio = f"{row['ours_bytes'] / row['xla_bytes']:.3f}" if row["xla_bytes"] else ""
+        cells.append((row["case"].replace("-", " "), *sizes, ratio, f"{row['limit']:.2f}"))
+    return table(header, cells)
+
+
+def fresh_inputs(rows: Sequence[Row]) -> str:
+    """Whether dispatched plans gave the right results every time."""
+    header = (
+        "model",
+        "operators",
+        "calls",
+        "equal to one stream, bit by bit",
+        "largest difference from XLA",
+        "at most",
+    )
+    cells = []
+    for row in rows:
+        numbers = (f"{row['operators']}", f"{row['calls']}", f"{row['equal']}")
+        cells.append((row["case"], *numbers, f"{row['difference']:.1e}", f"{row['limit']:.1e}"))
+    return table(header, cells)
+
+
+TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
+    "trace_cost": trace_cost,
+    "one_gpu": one_gpu,
+    "launch_overhead": launch_overhead,
+    "branches": branches,
+    "memory": memory,
+    "fresh_inputs": fresh_inputs,
+}
 
 if __name__ == "__main__":
     app.run(main)

@@ -91,7 +91,7 @@ def measure(mesh: Any, specs: Any, ws: Any, x: jax.Array, head: int) -> dict[str
     split = functools.partial(halves, reduce=total, head=head)
     ours = {}
     for k in (1, 2):
-        strategy = df.strategies.NanoFlow(k)
+        strategy = df.strategies.NanoFlow(k, concurrent=True)
         ours[f"k={k}"] = mapped(df.dynaflow(whole, scheduler=strategy, batch_axes=(None, 0), backend="dispatch"))
     theirs = {f"whole, {name}": mapped(whole, options) for name, options in XLA.items()}
     theirs |= {f"halves, {name}": mapped(split, XLA[name]) for name in ("default", "latency hiding")}

@@ -1,0 +1,169 @@
+"""Dispatched plans of all example models, called with fresh inputs over and over: are the results right every time?
+
+    JAX_PLATFORMS=cuda python -m examples.benchmarks.fresh_inputs [--quick] [--calls=1000] [--json=FILE]
+
+Every call's result is compared twice. With the same partitions run one after the other on one stream it must be equal
+bit by bit: whatever differs is a race. From the same plan lowered to XLA it may differ, because XLA fuses across what
+are partitions here, so that a value is rounded once more or once less. One rounding is at most half a unit in the last
+place, each operator adds one at most to what flows through the model, and independent ones add up as the square root
+of their number; so the relative difference (of norms) must stay below ``4 sqrt(operators)`` units, the 4 for layers
+that magnify what they are given. The unit is that of the activations, or of TF32 where a GPU multiplies float32 in it.
+
+``--quick`` is for a machine without a GPU: small sizes, few calls, the host twin.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+
+import dynaflow_jax as df
+from examples.benchmarks import chains, llama
+from examples.benchmarks.keep import keep
+from examples.minilm import model as minilm
+
+_JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
+_QUICK = flags.DEFINE_bool("quick", False, "Whether only to see that it works.")
+_CALLS = flags.DEFINE_integer("calls", 1000, "Calls of each model.", lower_bound=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model.
+
+    Attributes:
+      fun: of the weights and the inputs.
+      weights: its weights.
+      fresh: draws inputs, from a key.
+      apart: a strategy of several streams.
+      together: the same on one stream.
+    """
+
+    fun: Callable[..., Any]
+    weights: Any
+    fresh: Callable[[jax.Array], tuple[Any, ...]]
+    apart: df.OpScheduler
+    together: df.OpScheduler
+
+
+class OneStream(df.OpScheduler):
+    """No splitting, in the order in which `chains.StreamForEachName` executes."""
+
+    def schedule(self, ctx: df.ScheduleContext) -> None:
+        while ops := ctx.get_ready_ops():
+            for op in ops:
+                ctx.execute(op)
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    cases = models(_QUICK.value)
+    calls = min(_CALLS.value, 5) if _QUICK.value else _CALLS.value
+    keep(_JSON.value, "fresh_inputs", [check(name, case(), calls) for name, case in cases.items()])
+
+
+def models(quick: bool) -> dict[str, Callable[[], Case]]:
+    """The example models; each is made when it is its turn, so that one at a time is in memory."""
+    halves = {
+        "apart": chains.StreamForEachMicroBatch(2, streams=2),
+        "together": chains.StreamForEachMicroBatch(2, streams=1),
+    }
+    rows, tokens = (4, 8) if quick else (16, 64)
+
+    def of_llama() -> Case:
+        config = llama.Config(1) if quick else llama.Config(4, width=512, heads=8, hidden=1408, vocab=1024)
+        model = llama.Llama(config)
+        draw = lambda key: (jax.random.randint(key, (rows, tokens), 0, config.vocab),)  # noqa: E731
+        weights = jax.jit(model.init)(jax.random.key(0), *draw(jax.random.key(1)))
+        return Case(model.apply, weights, draw, **halves)
+
+    def of_minilm() -> Case:
+        small = {"vocab_size": 100, "hidden_size": 24, "num_hidden_layers": 1, "intermediate_size": 48}
+        config = minilm.Config(**small) if quick else minilm.Config()
+        model = minilm.MiniLM(config)
+
+        def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+            words, lengths = jax.random.split(key)
+            length = jax.random.randint(lengths, (rows, 1), 1, tokens + 1)
+            return jax.random.randint(words, (rows, tokens), 0, config.vocab_size), jnp.arange(tokens) < length
+
+        weights = jax.jit(model.init)(jax.random.key(0), *draw(jax.random.key(1)))
+        return Case(model.apply, weights, draw, **halves)
+
+    def of_chain() -> Case:
+        count, width, depth = (8, 32, 4) if quick else (256, 1024, 16)
+        draw = lambda key: (jax.random.normal(key, (count, width), jnp.bfloat16),)  # noqa: E731
+        return Case(chains.chain, chains.weights(width, depth), draw, **halves)
+
+    def of_branches() -> Case:
+        count, width, depth = (8, 32, 4) if quick else (128, 1024, 16)
+        draw = lambda key: ([jax.random.normal(k, (count, width), jnp.bfloat16) for k in jax.random.split(key, 4)],)  # noqa: E731
+        wss = [chains.weights(width, depth, seed) for seed in range(4)]
+        return Case(chains.branches, wss, draw, chains.StreamForEachName(), OneStream())
+
+    return {"llama": of_llama, "minilm": of_minilm, "chain": of_chain, "branches": of_branches}
+
+
+def check(name: str, case: Case, calls: int) -> dict[str, Any]:
+    """Calls a model with fresh inputs; everything is compared on the device and fetched at the end."""
+    axes = (None, *(0 for _ in case.fresh(jax.random.key(0)))) if _splits(case) else None
+
+    def flow(scheduler: df.OpScheduler, backend: str) -> Any:
+        return df.dynaflow(case.fun, scheduler=scheduler, batch_axes=axes, backend=backend)
+
+    apart = flow(case.apart, "dispatch")
+    runs = [jax.jit(apart), jax.jit(flow(case.together, "dispatch")), jax.jit(flow(case.apart, "xla"))]
+    fresh = jax.jit(case.fresh)
+
+    @jax.jit
+    def compare(got: Any, same: Any, xla: Any) -> tuple[jax.Array, jax.Array]:
+        got, same, xla = jax.tree.leaves(got), jax.tree.leaves(same), jax.tree.leaves(xla)
+        equal = jnp.all(jnp.stack([jnp.all(_bits(a) == _bits(b)) for a, b in zip(got, same, strict=True)]))
+        wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in zip(got, xla, strict=True)]
+        off = jnp.stack([jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in wide])
+        return equal, off.max()
+
+    start = time.perf_counter()
+    found = []
+    for call in range(calls):
+        inputs = fresh(jax.random.key(call + 1))
+        found.append(compare(*(run(case.weights, *inputs) for run in runs)))
+        if call % 16 == 15:  # so that not all of them are in memory at once
+            jax.block_until_ready(found[-1])
+    equal, off = (jnp.stack(values) for values in zip(*found, strict=True))
+    seconds = time.perf_counter() - start
+    operators = len(apart.graph(case.weights, *case.fresh(jax.random.key(0))))
+    dtype = jax.tree.leaves(jax.eval_shape(case.fun, case.weights, *case.fresh(jax.random.key(0))))[0].dtype
+    limit = 4 * operators**0.5 * unit(dtype)
+    row = {"case": name, "calls": calls, "equal": int(equal.sum()), "operators": operators}
+    row |= {"difference": float(off.max()), "limit": limit, "seconds": seconds}
+    verdict = "as it must be" if row["equal"] == calls and row["difference"] <= limit else "WRONG"
+    print(
+        f"{name:10s} {calls} calls, {row['equal']} equal to one stream bit by bit; from XLA at most "
+        f"{row['difference']:.2e} (limit {limit:.2e}): {verdict}; {seconds:.1f} s with compiling",
+        flush=True,
+    )
+    return row
+
+
+def unit(dtype: Any) -> float:
+    """The distance from 1 to the next number, as products are computed."""
+    tf32 = 2.0**-10
+    exact = float(jnp.finfo(dtype).eps)
+    return max(exact, tf32) if jax.default_backend() == "gpu" else exact
+
+
+def _splits(case: Case) -> bool:
+    return isinstance(case.apart, chains.StreamForEachMicroBatch)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,53 @@
+"""The GPU's benchmarks run: here on the host twin with tiny sizes, and what they keep makes tables."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynaflow_jax.runtime import extension
+from examples.benchmarks import readme
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(extension.module is None, reason="the extension was not built")
+
+
+def run(name, *flags):
+    """A benchmark's output, from a process of its own: each has flags of the same names."""
+    command = [sys.executable, "-m", f"examples.benchmarks.{name}", *flags, "--verbosity=-1"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [
+        ("launch_overhead", ["step-16x32x8", "host-4-layers", "growth-200-calls"]),
+        ("branches", ["branches-2x8x32x8", "branches-4x8x32x8"]),
+        ("memory", ["dispatched-2-layers"]),
+        ("fresh_inputs", ["llama", "minilm", "chain", "branches"]),
+    ],
+)
+def test_it_runs_and_its_table_is_written(name, cases, tmp_path):
+    path = tmp_path / f"{name}.json"
+    printed = run(name, "--quick", f"--json={path}")
+    kept = json.loads(path.read_text())
+    assert [row["case"] for row in kept["rows"]] == cases
+    for row in kept["rows"]:
+        assert row.get("equal", True) in (True, row.get("calls"))
+    assert len(printed.splitlines()) == len(cases)
+    assert "WRONG" not in printed
+    text = readme.render(f"<!-- {name} -->\n<!-- /{name} -->\n", readme.load(tmp_path))
+    header, rule, *lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) == len(cases)
+    assert {line.count("|") for line in (header, rule, *lines)} == {header.count("|")}
+
+
+def test_the_plan_for_the_sanitizer():
+    assert run("sanitize").startswith("5 calls on 3 streams; largest relative difference from XLA")
