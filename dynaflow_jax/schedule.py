@@ -35,6 +35,7 @@ class InputInfo:
       mesh: the mesh in effect, or ``None``.
       context: whatever the user passed to ``dynaflow``.
       shards: over how many devices the batch is split already; sizes of micro-batches must be multiples of it.
+      row_bytes: bytes of one row, in all arguments that are split.
     """
 
     batch_size: int
@@ -44,6 +45,7 @@ class InputInfo:
     mesh: Any = None
     context: Any = None
     shards: int = 1
+    row_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,6 +364,27 @@ class ScheduleContext:
         """Shapes and dtypes of what a function must return that replaces ``ops``, in order."""
         return [var.aval for _, var in external_outputs(self._region, self._refs(ops))]
 
+    def jaxpr_of(self, ops: ScheduledOperator | Iterable[ScheduledOperator]) -> Any:
+        """What ``ops`` compute, as a closed jaxpr from what ``inputs_of`` lists to what ``outputs_of`` lists.
+
+        For strategies that make a replacement out of the operators themselves.
+
+        Args:
+          ops: operators of one micro-batch, each after those of them that it reads.
+
+        Raises:
+          ScheduleError: if they are of several micro-batches, or run once for all.
+        """
+        listed = _listed(ops)
+        refs = self._refs(listed)
+        if len({ref.micro_batch for ref in refs}) != 1 or any(op.operator.runs_once for op in listed):
+            raise ScheduleError(f"{' + '.join(map(str, refs))} are no operators of one micro-batch.")
+        invars = [var for _, var in external_inputs(self._region, refs)]
+        outvars = [var for _, var in external_outputs(self._region, refs)]
+        graph = self._region.variants[refs[0].micro_batch or 0].graph
+        eqns = [eqn for ref in refs for eqn in graph[ref.key].program.eqns]
+        return compat.closed_jaxpr(invars, outvars, eqns, refs[0].key)
+
     def _refs(self, ops: Any) -> tuple[OpRef, ...]:
         return tuple(self._checked(op) for op in _listed(ops))
 
@@ -373,7 +396,7 @@ class ScheduleContext:
         outputs = [var.aval for _, var in external_outputs(self._region, refs)]
         shapes = ", ".join(aval.str_short() for aval in inputs)
         try:
-            got = jax.tree.leaves(jax.eval_shape(fn, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs)))
+            got = jax.tree.leaves(compat.shapes_of(fn, inputs, self._region.axes))
         except Exception as error:
             error.add_note(f"{name} failed on inputs of shapes {shapes}.")
             raise

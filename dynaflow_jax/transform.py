@@ -330,6 +330,11 @@ class _Call:
             everything[position] = value
         return jax.tree.unflatten(self.tree, everything)
 
+    def row_bytes(self) -> int:
+        """Bytes of one row, in all leaves that are split."""
+        split = [(a, axis) for a, axis in zip(self.avals, self.axes, strict=True) if axis is not None]
+        return sum(a.size // max(a.shape[axis], 1) * a.dtype.itemsize for a, axis in split)
+
     def batch_size(self) -> int | None:
         """Rows of the batch; ``None`` if nothing is split."""
         rows = zip(self.avals, self.axes, self.names, strict=True)
@@ -525,6 +530,7 @@ class Resolved:
             None if mesh.empty else mesh,
             flow.context,
             self.layout.shards,
+            call.row_bytes(),
         )
         strategy = flow.scheduler
         sizes = (self.batch_size or 1,)
@@ -600,7 +606,7 @@ class Resolved:
     def _how_to_join(self, sizes: tuple[int, ...]) -> list[batch_outputs.Join]:
         """How each output is joined."""
         program, divides = self._traced.flat.program, None
-        if self._derivation is not None:
+        if self._derivation is not None and self.batch_size is not None:
             divides = functools.partial(divides_by, program, self._derivation.counts | {self.batch_size})
         return batch_outputs.joins(
             self.flow.out_axes,

@@ -76,17 +76,22 @@ class _Group:
         aval = jax.ShapeDtypeStruct(shape, dtype)
         return self.builder.beside_producer(self.name, fun, term, aval, self.where)
 
-    def compute(self, fun: Callable[..., Any], value: int, shape: tuple[int, ...], dtype: Any) -> int:
-        """What the exchange's own stream makes of a value."""
-        aval = jax.ShapeDtypeStruct(shape, dtype)
-        return self.builder.task(self.name, lambda x: [fun(x)], [value], [aval], self.where, self.after)[0]
-
     def exchange(self, value: int, shape: tuple[int, ...], pattern: Pattern, **attributes: Any) -> int:
         """Sends a value; returns what arrives, of a shape whose first axis counts senders."""
         arrived = self.builder.arrival(shape, self.builder.aval(value).dtype)
         exchange = Exchange(self.name, self.where, (value,), (arrived,), (), self.axes, pattern, **attributes)
         self.builder.exchange(exchange, self.after)
         return arrived
+
+    def combined(self, value: int, shape: tuple[int, ...], pattern: Pattern, combine: Callable[..., Any]) -> Expr:
+        """Sends a value; returns what ``combine`` makes of what all devices sent, each of a shape.
+
+        In the group's order everywhere, so that all devices get the same bits.
+        """
+        parts = tuple(self.builder.arrival(shape, self.builder.aval(value).dtype) for _ in range(self.size))
+        exchange = Exchange(self.name, self.where, (value,), parts, (), self.axes, pattern)
+        self.builder.exchange(exchange, self.after)
+        return Expr(parts, lambda *values: self.builder.read_once(parts, functools.reduce(combine, values)))
 
     def reshaped(self, value: int, shape: tuple[int, ...]) -> int:
         """A value in memory under another shape."""
@@ -105,12 +110,8 @@ def _reduced(group: _Group, term: Term, aval: Any, combine: Callable[..., Any]) 
     if n == 1:
         return term
     value = group.in_memory(term, aval)
-    if n == 2:
-        arrived = group.exchange(value, (1, *aval.shape), Pattern.GATHER)
-        return Expr((value, arrived), lambda own, others: combine(own, others[0]))
-    if aval.size * aval.dtype.itemsize <= _ONE_STEP_BYTES:
-        arrived = group.exchange(value, (n, *aval.shape), Pattern.GATHER, own=True)
-        return Expr((arrived,), functools.partial(_in_order, combine))
+    if n == 2 or aval.size * aval.dtype.itemsize <= _ONE_STEP_BYTES:
+        return group.combined(value, tuple(aval.shape), Pattern.GATHER, combine)
     share = -(-aval.size // n)
 
     def shares(x: Any) -> Any:
@@ -119,24 +120,19 @@ def _reduced(group: _Group, term: Term, aval: Any, combine: Callable[..., Any]) 
     sent = group.reshaped(value, (n, share)) if n * share == aval.size else None
     if sent is None:
         sent = group.arranged(shares, value, (n, share), aval.dtype)
-    parts = group.exchange(sent, (n, share), Pattern.SCATTER, own=True)
-    own = group.compute(functools.partial(_in_order, combine), parts, (share,), aval.dtype)
-    whole = group.exchange(own, (n, share), Pattern.GATHER, own=True)
+    own = group.combined(sent, (share,), Pattern.SCATTER, combine)
+    own = group.builder.in_memory(own, jax.ShapeDtypeStruct((share,), aval.dtype), group.name, group.where)
+    whole = group.exchange(own, (n, share), Pattern.GATHER)
     if n * share == aval.size:
         return group.reshaped(whole, tuple(aval.shape))
     return Expr((whole,), lambda x: x.reshape(-1)[: aval.size].reshape(aval.shape))
-
-
-def _in_order(combine: Callable[..., Any], parts: Any) -> Any:
-    """Combines what all devices sent, in the same order everywhere, so that all get the same bits."""
-    return functools.reduce(combine, [parts[i] for i in range(parts.shape[0])])
 
 
 def _all_gather(group: _Group, eqn: Any, operands: Sequence[Term]) -> list[Term]:
     (term,), (var,) = operands, eqn.invars
     axis, tiled, shape = eqn.params["all_gather_dimension"], eqn.params["tiled"], tuple(var.aval.shape)
     out = tuple(eqn.outvars[0].aval.shape)
-    arrived = group.exchange(group.in_memory(term, var.aval), (group.size, *shape), Pattern.GATHER, own=True)
+    arrived = group.exchange(group.in_memory(term, var.aval), (group.size, *shape), Pattern.GATHER)
     if axis == 0:
         return [group.reshaped(arrived, out)]
     return [Expr((arrived,), lambda x: jnp.moveaxis(x, 0, axis).reshape(out) if tiled else jnp.moveaxis(x, 0, axis))]
@@ -144,23 +140,13 @@ def _all_gather(group: _Group, eqn: Any, operands: Sequence[Term]) -> list[Term]
 
 def _reduce_scatter(group: _Group, eqn: Any, operands: Sequence[Term]) -> list[Term]:
     (term,), (var,) = operands, eqn.invars
-    shape, out = tuple(var.aval.shape), tuple(eqn.outvars[0].aval.shape)
+    out = tuple(eqn.outvars[0].aval.shape)
     parts = _split(group, term, var.aval, eqn.params["scatter_dimension"], eqn.params["tiled"])
-    dtype = var.aval.dtype
     if group.size == 1:
         return [Expr((parts,), lambda x: x.reshape(out))]
     rest = tuple(group.builder.aval(parts).shape[1:])
-    assert np.prod(rest) * group.size == np.prod(shape)
-    if group.size == 2:
-        arrived = group.exchange(parts, (1, *rest), Pattern.SCATTER)
-        rank = group.builder.rank(group.axes)
-
-        def add(own: Any, others: Any, rank: Any) -> Any:
-            return (jax.lax.dynamic_index_in_dim(own, rank, keepdims=False) + others[0]).reshape(out).astype(dtype)
-
-        return [Expr((parts, arrived, rank), add)]
-    arrived = group.exchange(parts, (group.size, *rest), Pattern.SCATTER, own=True)
-    return [Expr((arrived,), lambda x: _in_order(jnp.add, x).reshape(out))]
+    total = group.combined(parts, rest, Pattern.SCATTER, jnp.add)
+    return [Expr(total.reads, lambda *values: total.compute(*values).reshape(out))]
 
 
 def _all_to_all(group: _Group, eqn: Any, operands: Sequence[Term]) -> list[Term]:
@@ -169,7 +155,7 @@ def _all_to_all(group: _Group, eqn: Any, operands: Sequence[Term]) -> list[Term]
     out = tuple(eqn.outvars[0].aval.shape)
     parts = _split(group, term, var.aval, split, tiled)
     rest = tuple(group.builder.aval(parts).shape[1:])
-    arrived = group.exchange(parts, (group.size, *rest), Pattern.SCATTER, own=True)
+    arrived = group.exchange(parts, (group.size, *rest), Pattern.SCATTER)
     if concat == 0:
         return [group.reshaped(arrived, out)]
     return [Expr((arrived,), lambda x: jnp.moveaxis(x, 0, concat).reshape(out))]

@@ -19,7 +19,7 @@ from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.lowering import communication
 from dynaflow_jax.lowering.steps import Slot, Values, call_of
 from dynaflow_jax.lowering.tasks import Builder, Entry, Expr, Term, from_bits, physical, to_bits
-from dynaflow_jax.program import Program
+from dynaflow_jax.program import Program, trace
 from dynaflow_jax.runtime.binder import Binder
 from dynaflow_jax.runtime.work import ALIGNMENT, Where, Work
 from dynaflow_jax.schedule import Step
@@ -28,6 +28,7 @@ MAX_STEPS = 4096
 """A loop is dispatched iteration by iteration; with more steps than this it is not worth its captures."""
 
 _EDGE = Where("compute")  # where inputs are split and outputs joined
+_BESIDE = Where("network")  # where operators communicate that compute at the same time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,14 +256,35 @@ class _Steps:
             return
         call = call_of(region, step, _no_region, self.shards)
         terms, avals = [env[slot] for slot in call.reads], [var.aval for _, var in call.writes]
+        if self.builder.mesh and not plain and first.micro_batch is not None:  # what it does is not in the graph
+            program, constants = trace(call.compute, [_struct(var) for _, var in call.reads], self.builder.mesh)
+            if any(map(communication.communicates, program.eqns)):
+                known = [self.builder.constant(np.asarray(constant)) for constant in constants]
+                values = dict(zip(program.invars, [*known, *terms], strict=True))
+                found = self._equations(program, values, str(step), where, after)
+                env.update(zip(call.writes, found, strict=True))
+                return
         made = self.builder.task(str(step), call.compute, terms, avals, where, after)
         env.update(zip(call.writes, made, strict=True))
 
     def _equations(
-        self, program: Program, env: dict[Any, Term], name: str, where: Where, after: Sequence[Entry]
+        self,
+        program: Program,
+        env: dict[Any, Term],
+        name: str,
+        where: Where,
+        after: Sequence[Entry],
+        beside: Where | None = None,
     ) -> list[Term]:
-        """Adds a program's equations: collectives as exchanges, and what lies between them as tasks."""
+        """Adds a program's equations: collectives as exchanges, and what lies between them as tasks.
+
+        Tasks do not wait for exchanges whose results they do not need. Where that leaves something to compute during
+        an exchange, the exchanges run on another stream than the rest: ``beside``.
+        """
         builder, pending = self.builder, []
+        beside = beside or (_BESIDE if _overlaps(program) else where)
+        waits_for: dict[Any, frozenset[int]] = {}  # by variable, the collectives that it depends on
+        waited: frozenset[int] = frozenset()  # those that the pending equations depend on
         last_read = {var: i for i, eqn in enumerate(program.eqns) for var in eqn.invars if not compat.is_literal(var)}
         last_read.update((var, len(program.eqns)) for var in program.outvars if not compat.is_literal(var))
 
@@ -281,16 +303,23 @@ class _Steps:
             pending.clear()
 
         for i, eqn in enumerate(program.eqns):
+            sources = frozenset[int]().union(*(waits_for.get(v, ()) for v in eqn.invars if not compat.is_literal(v)))
             if not communication.communicates(eqn) and eqn.primitive.name not in cost.COLLECTIVES:
+                if pending and sources != waited:
+                    flush(i)
+                waited = sources
+                waits_for.update(dict.fromkeys(eqn.outvars, sources))
                 pending.append(eqn)
                 continue
             flush(i)
             operands = [value(atom) for atom in eqn.invars]
             if communication.is_collective(eqn):
-                results = communication.emit(builder, eqn, operands, name, where, after)
+                results = communication.emit(builder, eqn, operands, name, beside, after)
             else:
                 inner = _called(eqn, name)
-                results = self._equations(inner, dict(zip(inner.invars, operands, strict=True)), name, where, after)
+                values = dict(zip(inner.invars, operands, strict=True))
+                results = self._equations(inner, values, name, where, after, beside)
+            waits_for.update(dict.fromkeys(eqn.outvars, sources | {i} if cost.communicates(eqn) else sources))
             env.update(zip(eqn.outvars, results, strict=True))
         flush(len(program.eqns))
         return [value(atom) for atom in program.outvars]
@@ -357,6 +386,25 @@ class _Steps:
             return Expr(stacked.reads, lambda *values: stacked.compute(*values)[i])
         shape, dtype = physical(aval)
         return self.builder.part(stacked, aval, i * int(np.prod(shape, dtype=int)) * dtype.itemsize)
+
+
+def _overlaps(program: Program) -> bool:
+    """Whether there is something to compute during a collective: neither before it nor with its result."""
+    before: dict[Any, int] = {}  # by variable, a bit mask of the equations that it depends on
+    masks: list[int] = []
+    for i, eqn in enumerate(program.eqns):
+        mask = 0
+        for var in eqn.invars:
+            mask |= 0 if compat.is_literal(var) else before.get(var, 0)
+        masks.append(mask)
+        before.update(dict.fromkeys(eqn.outvars, mask | 1 << i))
+    moving = [i for i, eqn in enumerate(program.eqns) if cost.communicates(eqn)]
+    computing = [i for i, eqn in enumerate(program.eqns) if i not in moving and cost.flops(eqn)]
+    return any(not (masks[i] >> k | masks[k] >> i) & 1 for i in moving for k in computing)
+
+
+def _struct(var: Any) -> Any:
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
 
 
 def _no_region(*_: Any) -> Any:

@@ -18,6 +18,13 @@ from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.runtime.precedence import predecessors
 from dynaflow_jax.runtime.work import ALIGNMENT, Exchange, Operation, Partition, Value, Where, Work
 
+IN_PLACE_BYTES = 8 << 20
+"""Up to this size, what others computed is read in their memory if nothing runs beside its exchange.
+
+A copy costs a start and leaves the compute units to others; where there are none to profit, reading at once is faster.
+Beyond this size the copy engines' bandwidth decides.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Expr:
@@ -99,6 +106,7 @@ class Builder:
         self._avals: list[Any] = []  # of values, as programs see them
         self._values: list[Value] = []
         self._ranks: dict[tuple[str, ...], int] = {}
+        self._elsewhere: set[int] = set()  # values in the memory of other devices
         self._outputs: list[tuple[int, tuple[tuple[int, int], ...]]] = []
         self.inputs = [self.value(aval, input=i) for i, aval in enumerate(avals)]
 
@@ -180,6 +188,13 @@ class Builder:
             self.scope = scope
             self.entries += rest
 
+    def read_once(self, parts: Sequence[int], value: Any) -> Any:
+        """A value computed from parts, kept apart from what reads it if parts lie in the memory of other devices.
+
+        Fused into several kernels it would be computed, and the parts fetched, by each of them.
+        """
+        return jax.lax.optimization_barrier(value) if self._elsewhere.intersection(parts) else value
+
     # -- operations --------------------------------------------------------------------------------------------------
 
     def task(
@@ -238,7 +253,8 @@ class Builder:
             sizes.append(4)
             moving.append(True)
         kept = {self._base(value) for _, parts in self._outputs for value, _ in parts}
-        operations = tuple(map(self._compiled, _coalesced(listed, self._base, kept)))
+        joined = self._read_in_place(_coalesced(listed, self._base, kept))
+        operations = tuple(map(self._compiled, joined))
         used = {self._base(value) for operation in operations for value in (*operation.reads, *operation.writes)}
         if not all(self._values[i].size for i in used | kept):
             raise DynaFlowError("a value without elements has no address.")
@@ -256,6 +272,26 @@ class Builder:
         while (within := self._values[index].within) is not None:
             index = within[0]
         return index
+
+    def _read_in_place(self, operations: Sequence[Task | Exchange]) -> list[Task | Exchange]:
+        """The operations, with small exchanges that nothing runs beside as mere permissions to read."""
+        before = predecessors(operations, self._base)
+        found: list[Task | Exchange] = []
+        for i, operation in enumerate(operations):
+            if isinstance(operation, Exchange) and operation.is_apart:
+                beside = (
+                    isinstance(other, Task) and not before[i] >> j & 1 and not before[j] >> i & 1
+                    for j, other in enumerate(operations)
+                )
+                size = sum(self._values[value].size for value in operation.writes[1:])
+                source = self._base(operation.reads[0])
+                made_by = tuple(j for j, o in enumerate(operations) if isinstance(o, Task) and source in o.writes)
+                # Not an input: that is XLA's, which takes it back when this device is done.
+                if size <= IN_PLACE_BYTES and made_by and not any(beside):
+                    operation = dataclasses.replace(operation, in_place=True, after=(*operation.after, *made_by))
+                    self._elsewhere.update(operation.writes)
+            found.append(operation)
+        return found
 
     def _compiled(self, operation: Task | Exchange) -> Operation:
         if isinstance(operation, Exchange):

@@ -1,8 +1,9 @@
-"""Memory that other devices write into, and when it may be used again.
+"""Memory that several devices use, and when it may be used again.
 
-A sender does not see when a receiver has read what arrived. But devices of a group run the same operations, so it can
-conclude it: if every reader of a buffer is over before its device takes part in some later exchange, then whoever has
-heard from that device in that exchange may write to the buffer again. No message has to be sent for it.
+A device does not see when another one has read what it sent, or has in its memory. But devices of a group run the same
+operations, so it can conclude it: if every reader of a value is over before its device takes part in some later
+exchange, then whoever has heard from that device in that exchange may write to the memory again. No message has to be
+sent for it.
 """
 
 from __future__ import annotations
@@ -13,22 +14,84 @@ from dynaflow_jax.runtime.precedence import predecessors
 from dynaflow_jax.runtime.work import ALIGNMENT, Exchange, Pattern, Work
 
 
+class _History:
+    """What is over when, and who touches what."""
+
+    def __init__(self, work: Work):
+        self.operations = work.operations
+        self.before = predecessors(work.operations, lambda value: work.base(value)[0])
+        self.touching: dict[int, int] = {}  # for each value, a bit mask of the operations that touch it
+        for i, operation in enumerate(work.operations):
+            for value in work.bases(operation):
+                self.touching[value] = self.touching.get(value, 0) | 1 << i
+        self.exchanges = [(i, op) for i, op in enumerate(work.operations) if isinstance(op, Exchange)]
+        self.kept = {work.base(value)[0] for _, parts in work.outputs for value, _ in parts}
+
+    def readers(self, exchange: Exchange) -> int:
+        """A bit mask of the operations that touch what an exchange gives."""
+        mask = 0
+        for value in exchange.writes:
+            mask |= self.touching[value]
+        return mask
+
+    def heard(self, touching: int, axes: tuple[str, ...]) -> list[int]:
+        """The exchanges after which a device knows that operations are over on all devices of its group."""
+        return [
+            k
+            for k, exchange in self.exchanges
+            if exchange.axes == axes and exchange.pattern is not Pattern.PERMUTE and not touching & ~self.before[k]
+        ]
+
+
+def releases(work: Work) -> dict[int, int]:
+    """For each exchange whose value is read in place, the exchange after which its memory may be written again.
+
+    The number of operations, if none tells in the same run.
+    """
+    history = _History(work)
+    found = {}
+    for i, exchange in history.exchanges:
+        if exchange.in_place:
+            later = history.heard(history.readers(exchange), exchange.axes)
+            kept = history.kept & set(exchange.writes)
+            found[i] = len(work.operations) if kept or not later else later[0]
+    return found
+
+
+def last_uses(work: Work) -> dict[int, int]:
+    """For each value with memory of its own, the last operation that touches it, on any device.
+
+    Outputs are touched after all operations.
+    """
+    last: dict[int, int] = {}
+    for i, operation in enumerate(work.operations):
+        last.update((base, i) for base in work.bases(operation))
+    for _, parts in work.outputs:
+        last.update((work.base(value)[0], len(work.operations)) for value, _ in parts)
+    released = releases(work)
+    for i, exchange in reversed(list(enumerate(work.operations))):
+        if isinstance(exchange, Exchange) and exchange.is_apart:
+            source = work.base(exchange.reads[0])[0]
+            last[source] = max(last[source], released.get(i, 0), *(last[value] for value in exchange.writes))
+    return last
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Where arriving values and flags lie, alike on every device.
 
     Attributes:
       size: bytes of the memory for arriving values.
-      offsets: for each arriving value, its offset in that memory.
-      flags: for each exchange, by its index among the operations, the number of its first flag, one per sender.
-      starts: for each stream with exchanges, the number of the first flag that says who has started.
+      offsets: for each exchange, by its index among the operations, where in that memory its values begin.
+      flags: for each exchange the number of its first flag; there is one for each sender.
+      start: the number of the first of the flags that say who has started.
       num_flags: of all.
     """
 
     size: int
     offsets: dict[int, int]
     flags: dict[int, int]
-    starts: dict[str, int]
+    start: int
     num_flags: int
 
 
@@ -36,58 +99,48 @@ class Layout:
 class _Buffer:
     offset: int
     size: int
-    axes: tuple[str, ...] = ()
-    readers: int = 0  # a bit mask of the operations that read, or write, what is in it
+    axes: tuple[str, ...]
+    touching: int  # a bit mask of the operations that touch what is in it
+
+
+def slot_size(work: Work, exchange: Exchange) -> int:
+    """Bytes from one sender's place to the next, for an exchange whose values are apart."""
+    return -(-work.values[exchange.writes[0]].size // ALIGNMENT) * ALIGNMENT
 
 
 def layout(work: Work) -> Layout:
     """Assigns memory and flags to all exchanges of a plan."""
-    operations = work.operations
-    before = predecessors(operations, lambda value: work.base(value)[0])
-    uses: dict[int, int] = {}  # of each arriving value, by its readers and writer
-    for i, operation in enumerate(operations):
-        for value in (work.base(v)[0] for v in (*operation.reads, *operation.writes)):
-            uses[value] = uses.get(value, 0) | 1 << i
-    kept = {work.base(value)[0] for _, parts in work.outputs for value, _ in parts}
-    exchanges = [i for i, operation in enumerate(operations) if isinstance(operation, Exchange)]
-
-    def heard(i: int, buffer: _Buffer) -> bool:
-        """Whether exchange ``i`` can know that all receivers are done with a buffer."""
-        for k in exchanges:
-            exchange = operations[k]
-            assert isinstance(exchange, Exchange)
-            if exchange.axes != buffer.axes or exchange.pattern is Pattern.PERMUTE or not before[i] >> k & 1:
-                continue
-            if not buffer.readers & ~before[k]:
-                return True
-        return False
-
+    history = _History(work)
     offsets: dict[int, int] = {}
-    buffers: list[_Buffer] = []
-    size = 0
     flags: dict[int, int] = {}
-    starts: dict[str, int] = {}
-    num_flags = 0
-    for i in exchanges:
-        exchange = operations[i]
-        assert isinstance(exchange, Exchange)
-        if exchange.where.stream not in starts:
-            starts[exchange.where.stream] = num_flags
-            num_flags += work.participants
+    buffers: list[_Buffer] = []
+    size, num_flags = 0, work.participants
+    for i, exchange in history.exchanges:
         flags[i] = num_flags
         num_flags += work.group_size(exchange.axes)
-        (value,) = exchange.writes
-        bytes_ = -(-work.values[value].size // ALIGNMENT) * ALIGNMENT
+        if exchange.in_place:
+            continue
+        if exchange.is_apart:
+            needed = slot_size(work, exchange) * (len(exchange.writes) - 1)
+        else:
+            needed = -(-work.values[exchange.writes[0]].size // ALIGNMENT) * ALIGNMENT
         # Whoever gets nothing in a permutation has zeros, in memory that nobody writes to.
-        reusable = exchange.pattern is not Pattern.PERMUTE and value not in kept
-        found = next(
-            (b for b in buffers if reusable and b.size == bytes_ and b.axes == exchange.axes and heard(i, b)), None
+        reusable = exchange.pattern is not Pattern.PERMUTE and not history.kept & set(exchange.writes)
+        buffer = next(
+            (
+                b
+                for b in buffers
+                if reusable
+                and (b.size, b.axes) == (needed, exchange.axes)
+                and any(history.before[i] >> k & 1 for k in history.heard(b.touching, b.axes))
+            ),
+            None,
         )
-        if found is None:
-            found = _Buffer(size, bytes_, exchange.axes)
-            size += bytes_
+        if buffer is None:
+            buffer = _Buffer(size, needed, exchange.axes, 0)
+            size += needed
             if reusable:
-                buffers.append(found)
-        found.readers = uses[value]
-        offsets[value] = found.offset
-    return Layout(size, offsets, flags, starts, num_flags)
+                buffers.append(buffer)
+        buffer.touching = history.readers(exchange)
+        offsets[i] = buffer.offset
+    return Layout(size, offsets, flags, 0, num_flags)

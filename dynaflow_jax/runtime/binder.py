@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -64,8 +64,15 @@ class Binder:
                 self._note(device, inputs)
             if self.work.mesh:
                 self._team = self._team or self._meet(calls)
-            for device, inputs, _ in calls:
-                self._binding(device, inputs).add(self.plan)
+            bindings = {device: self._binding(device, inputs) for device, inputs, _ in calls}
+            with _forgetting(bindings.values()):
+                # Operation by operation on all devices, since devices may read what others have computed.
+                for index in range(len(self.work.operations)):
+                    for binding in bindings.values():
+                        binding.step(index, bindings)
+                keep = [binding.owners() for binding in bindings.values()]
+                for binding in bindings.values():
+                    binding.add(self.plan, keep)
 
     def rehearse(self) -> None:
         """Compiles every partition, and captures it on memory of no meaning, to find out whether all can be.
@@ -79,9 +86,9 @@ class Binder:
                         self._executable(operation, device)
             if self.platform == "cuda":
                 binding = self._binding(self.devices[0], None)
-                assert isinstance(binding, cuda.CudaBinding)
-                with binding.captures():
-                    pass
+                with _forgetting([binding]):
+                    for index in range(len(self.work.operations)):
+                        binding.step(index, {})
 
     def _binding(self, device: int, inputs: Sequence[int] | None) -> Binding:
         made = host.HostBinding if self.platform == "cpu" else cuda.CudaBinding
@@ -128,6 +135,16 @@ class Binder:
                 cuda.check_capturable(compat.scheduled_text(executable), partition.name)
             self._executables[key] = executable
         return self._executables[key]
+
+
+@contextlib.contextmanager
+def _forgetting(bindings: Iterable[Binding]) -> Iterator[None]:
+    """Lets go of what bindings hold only until their programs are added."""
+    try:
+        yield
+    finally:
+        for binding in bindings:
+            binding.forget()
 
 
 @contextlib.contextmanager

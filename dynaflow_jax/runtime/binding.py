@@ -14,8 +14,8 @@ import numpy as np
 from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.runtime import extension, private
 from dynaflow_jax.runtime import program as wire
-from dynaflow_jax.runtime.arrivals import Layout
-from dynaflow_jax.runtime.work import Exchange, Pattern, Value, Work
+from dynaflow_jax.runtime.arrivals import Layout, last_uses, releases, slot_size
+from dynaflow_jax.runtime.work import Exchange, Partition, Pattern, Value, Work
 
 _DLPACK_KIND = {"b": 6, "i": 0, "u": 1, "f": 2, "c": 5}
 _DLPACK_DEVICE = {"cpu": 1, "cuda": 2}
@@ -64,6 +64,7 @@ class Binding(abc.ABC):
 
     Attributes:
       keep: what must live as long as the program.
+      last: for each value with memory of its own, the last operation that touches it.
     """
 
     platform: str
@@ -95,9 +96,30 @@ class Binding(abc.ABC):
                 self._address[i] = self.place(value.constant)
             elif value.rank is not None:
                 self._address[i] = self.place(np.int32(self._position(value.rank)))
-            elif value.arrives:
-                known = team is not None
-                self._address[i] = self._arrival(self.device, i) if known else self.allocate(value.size)
+        self._released = releases(work)
+        self.last = last_uses(work)
+
+    def step(self, index: int, others: Mapping[int, Binding]) -> None:
+        """Gives addresses to what an operation writes; those before it have theirs, on all devices.
+
+        Args:
+          index: of the operation.
+          others: the bindings of all devices that run the plan together, by ordinal.
+        """
+        operation = self.work.operations[index]
+        if isinstance(operation, Partition):
+            self.make(operation)
+        else:
+            self._place_arrivals(index, operation, others)
+        self.done(index)
+
+    @abc.abstractmethod
+    def make(self, partition: Partition) -> None:
+        """Prepares a partition, and assigns addresses to what it writes."""
+
+    @abc.abstractmethod
+    def done(self, index: int) -> None:
+        """Gives back the memory of values that nobody touches after an operation."""
 
     @abc.abstractmethod
     def allocate(self, size: int) -> int:
@@ -108,8 +130,20 @@ class Binding(abc.ABC):
         """Memory with a constant in it."""
 
     @abc.abstractmethod
-    def add(self, plan: int) -> None:
-        """Completes the program and hands it to the executor, for a plan."""
+    def add(self, plan: int, keep: Sequence[Any]) -> None:
+        """Hands the program to the executor when all operations are prepared.
+
+        Args:
+          plan: the executor's number of the plan.
+          keep: what must live as long as the program: memory of all devices, which read each other's.
+        """
+
+    def owners(self) -> list[Any]:
+        """What owns the program's memory, and must live as long as any device's program."""
+        return self.keep
+
+    def forget(self) -> None:  # noqa: B027 (most have nothing to let go of)
+        """Lets go of what only ``add`` needs; called whether or not it comes to that."""
 
     def at(self, index: int) -> int:
         """The address of a value."""
@@ -144,8 +178,14 @@ class Binding(abc.ABC):
                 source, target = wire.Range(wire.INPUT, i, 0, size), wire.Range(wire.MEMORY, 0, self._bases[i], size)
                 commands.append(wire.Command(wire.COPY, 0, f"input {i}", 0, (source,), (target,)))
         waited = {i: event for event, i in enumerate(sorted({i for op in work.operations for i in op.after}))}
+        all_started, started = len(waited), set[int]()
         written_on: dict[int, int] = {}
-        started: set[str] = set()
+        first = next((op for op in work.operations if isinstance(op, Exchange)), None)
+        if first is not None:
+            stream = index_of[first.where.stream]
+            commands += self._start(first, stream)
+            commands.append(wire.Command(wire.RECORD, stream, first.name, all_started))
+            started.add(stream)
         count = 0
         for i, operation in enumerate(work.operations):
             stream = index_of[operation.where.stream]
@@ -153,9 +193,9 @@ class Binding(abc.ABC):
                 if index_of[work.operations[other].where.stream] != stream:
                     commands.append(wire.Command(wire.WAIT, stream, operation.name, waited[other]))
             if isinstance(operation, Exchange):
-                if operation.where.stream not in started:
-                    started.add(operation.where.stream)
-                    commands += self._start(operation, stream)
+                if stream not in started:
+                    started.add(stream)
+                    commands.append(wire.Command(wire.WAIT, stream, operation.name, all_started))
                 commands += self._exchange(i, operation, stream)
             else:
                 reads, writes = map(self._range, operation.reads), map(self._range, operation.writes)
@@ -197,10 +237,49 @@ class Binding(abc.ABC):
         rank = self.team.devices.index(self.device)
         return self.work.group(rank, axes).index(rank)
 
-    def _arrival(self, device: int, index: int) -> int:
-        """Where a value arrives on a device."""
+    def _group(self, exchange: Exchange) -> tuple[list[int], int]:
+        """The ordinals of the devices that an exchange is between, and one's own position among them."""
         assert self.team is not None
-        return self.team.shared[device].arrivals + self.team.layout.offsets[index]
+        rank = self.team.devices.index(self.device)
+        group = [self.team.devices[member] for member in self.work.group(rank, exchange.axes)]
+        return group, group.index(self.device)
+
+    def _arrival(self, device: int, index: int, sender: int, receiver: int) -> int:
+        """Where in a device's memory an exchange puts what one member of the group sends another."""
+        assert self.team is not None
+        exchange = self.work.operations[index]
+        assert isinstance(exchange, Exchange)
+        begin = self.team.shared[device].arrivals + self.team.layout.offsets[index]
+        if exchange.pattern is Pattern.PERMUTE:
+            return begin
+        if exchange.is_apart:
+            return begin + slot_size(self.work, exchange) * (sender - (sender > receiver))
+        return begin + self._sent(exchange)[1] * sender
+
+    def _sent(self, exchange: Exchange) -> tuple[int, int]:
+        """How far apart what a device sends to one and to the next begins, and how many bytes it is."""
+        whole = self.work.values[exchange.reads[0]].size
+        if exchange.pattern is not Pattern.SCATTER:
+            return 0, whole
+        part = whole // self.work.group_size(exchange.axes)
+        return part, part
+
+    def _place_arrivals(self, index: int, exchange: Exchange, others: Mapping[int, Binding]) -> None:
+        """Gives addresses to what an exchange gives."""
+        if self.team is None:  # a rehearsal
+            for value in exchange.writes:
+                self.assign(value, self.allocate(self.work.values[value].size))
+            return
+        group, me = self._group(exchange)
+        if not exchange.is_apart:
+            self.assign(exchange.writes[0], self._arrival(self.device, index, 0, me))
+            return
+        offset = self._sent(exchange)[0] * me
+        for sender, value in enumerate(exchange.writes):
+            if sender == me or exchange.in_place:
+                self.assign(value, others[group[sender]].at(exchange.reads[0]) + offset)
+            else:
+                self.assign(value, self._arrival(self.device, index, sender, me))
 
     def _flag(self, device: int, number: int) -> wire.Range:
         assert self.team is not None
@@ -216,60 +295,61 @@ class Binding(abc.ABC):
         return wire.Command(wire.AWAIT, stream, name, self.devices().index(device), (), writes)
 
     def _start(self, exchange: Exchange, stream: int) -> list[wire.Command]:
-        """Tells the others that the earlier run is over here, so that they may write; and waits for them."""
+        """Tells the others that the earlier run is over here, so that they may write; and waits for them.
+
+        Values that the others read in place until the end of a run may be written again from here on.
+        """
         assert self.team is not None
-        first = self.team.layout.starts[exchange.where.stream]
+        first = self.team.layout.start
         rank = self.team.devices.index(self.device)
         others = [(i, device) for i, device in enumerate(self.team.devices) if device != self.device]
-        return [
-            *(self._signal(stream, exchange.name, device, first + rank) for _, device in others),
-            *(self._await(stream, exchange.name, device, first + i) for i, device in others),
+        signals = [self._signal(stream, exchange.name, device, first + rank) for _, device in others]
+        released = self._released_by(len(self.work.operations))
+        awaits = [
+            self._await(stream, exchange.name, device, first + i, released if device == others[-1][1] else ())
+            for i, device in others
         ]
+        return [*signals, *awaits]
+
+    def _released_by(self, index: int) -> tuple[wire.Range, ...]:
+        """The memory that may be written again after an exchange, having been read in place by others until then."""
+        sources = [self.work.operations[i].reads[0] for i, k in self._released.items() if k == index]
+        return tuple(map(self._range, sources))
 
     def _exchange(self, index: int, exchange: Exchange, stream: int) -> list[wire.Command]:
         assert self.team is not None
-        (source,), (target,) = exchange.reads, exchange.writes
-        group = [self.team.devices[rank] for rank in self.work.group(self._rank, exchange.axes)]
-        me, n = group.index(self.device), len(group)
-        first = self.team.layout.flags[index]
-        whole = self.work.values[source].size
-        size = whole // n if exchange.pattern is Pattern.SCATTER else whole
-
-        def slot(sender: int, receiver: int) -> int:
-            if exchange.pattern is Pattern.PERMUTE:
-                return 0
-            return sender if exchange.own else (receiver - sender - 1) % n
+        group, me = self._group(exchange)
+        n, name, first = len(group), exchange.name, self.team.layout.flags[index]
+        stride, size = self._sent(exchange)
 
         def copy(receiver: int) -> wire.Command:
             device = group[receiver]
-            begin = size * receiver if exchange.pattern is Pattern.SCATTER else 0
-            read = wire.Range(wire.MEMORY, 0, self.at(source) + begin, size)
-            write = wire.Range(wire.MEMORY, 0, self._arrival(device, target) + size * slot(me, receiver), size)
-            return wire.Command(wire.COPY, stream, exchange.name, self.devices().index(device), (read,), (write,))
+            read = wire.Range(wire.MEMORY, 0, self.at(exchange.reads[0]) + stride * receiver, size)
+            write = wire.Range(wire.MEMORY, 0, self._arrival(device, index, me, receiver), size)
+            return wire.Command(wire.COPY, stream, name, self.devices().index(device), (read,), (write,))
 
         if exchange.pattern is Pattern.PERMUTE:
             receivers = [to for sender, to in exchange.pairs if sender == me]
             senders = [sender for sender, to in exchange.pairs if to == me]
         else:
             # Everyone begins with the next device, so that no one is written to by all at once.
-            receivers = [(me + i) % n for i in range(0 if exchange.own else 1, n)]
+            receivers = [(me + i) % n for i in range(1 if exchange.is_apart else 0, n)]
             senders = [(me - i) % n for i in range(1, n)]
         commands = []
         for receiver in receivers:
-            commands.append(copy(receiver))
+            if not exchange.in_place:
+                commands.append(copy(receiver))
             if receiver != me:
-                commands.append(self._signal(stream, exchange.name, group[receiver], first + me))
+                commands.append(self._signal(stream, name, group[receiver], first + me))
+        senders = [sender for sender in senders if sender != me]
         for sender in senders:
-            if sender != me:
-                begin = self._arrival(self.device, target) + size * slot(sender, me)
-                arrived = wire.Range(wire.MEMORY, 0, begin, size)
-                commands.append(self._await(stream, exchange.name, group[sender], first + sender, (arrived,)))
+            if exchange.in_place:
+                arrived = self._range(exchange.writes[sender])
+            else:
+                arrived = wire.Range(wire.MEMORY, 0, self._arrival(self.device, index, sender, me), size)
+            released = self._released_by(index) if sender == senders[-1] else ()
+            commands.append(self._await(stream, name, group[sender], first + sender, (arrived, *released)))
         return commands
-
-    @property
-    def _rank(self) -> int:
-        assert self.team is not None
-        return self.team.devices.index(self.device)
 
 
 def _wants_serial() -> bool:

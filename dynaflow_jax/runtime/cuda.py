@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,8 +31,10 @@ class CudaBinding(Binding):
     platform = "cuda"
 
     def __init__(self, *args: Any, executables: Callable[[Partition, int], Any]):
-        self._executables = executables
         super().__init__(*args)
+        self._executables = executables
+        self._numbers: list[int] = []  # of the captures
+        self._alive: dict[int, Any] = {}  # what owns the memory of values
 
     def allocate(self, size: int) -> int:
         """See ``Binding``."""
@@ -46,45 +48,38 @@ class CudaBinding(Binding):
         self.keep.append(memory)
         return memory.unsafe_buffer_pointer()
 
-    def add(self, plan: int) -> None:
+    def make(self, partition: Partition) -> None:
         """See ``Binding``."""
-        with self.captures() as numbers:
-            blob = self.encode(numbers)
-            extension.module.add_cuda_program(
-                plan, self.devices(), blob, order_overlaps=True, keep_alive=[self.keep, self.team]
-            )
+        self._alive.update(zip(partition.writes, self._captured(partition), strict=False))
 
-    @contextlib.contextmanager
-    def captures(self) -> Iterator[list[int]]:
-        """Captures every partition; gives the numbers of the captures, which are forgotten in the end."""
-        numbers: list[int] = []
-        try:
-            self._capture(numbers)
-            yield numbers
-        finally:
-            for number in numbers:
-                with contextlib.suppress(extension.module.DispatchError):  # the last one may have failed to begin
-                    extension.module.free_capture(number)
+    def owners(self) -> list[Any]:
+        """See ``Binding``."""
+        return [*self.keep, *self._alive.values()]
 
-    def _capture(self, numbers: list[int]) -> None:
-        work = self.work
-        last = work.last_uses()
-        alive: dict[int, Any] = {}
-        for index, operation in enumerate(work.operations):
-            if isinstance(operation, Partition):
-                alive.update(zip(operation.writes, self._captured(operation, numbers), strict=False))
-            # Dropped memory is taken again by what is captured later; the executor orders the two by address.
-            for i in {work.base(value)[0] for value in (*operation.reads, *operation.writes)}:
-                if last[i] == index:
-                    alive.pop(i, None)
-        self.keep += alive.values()
+    def done(self, index: int) -> None:
+        """See ``Binding``."""
+        # Dropped memory is taken again by what is captured later; the executor orders the two by address.
+        for i in self.work.bases(self.work.operations[index]):
+            if self.last[i] == index:
+                self._alive.pop(i, None)
 
-    def _captured(self, partition: Partition, numbers: list[int]) -> list[Any]:
+    def add(self, plan: int, keep: Sequence[Any]) -> None:
+        """See ``Binding``."""
+        blob = self.encode(self._numbers)
+        extension.module.add_cuda_program(plan, self.devices(), blob, order_overlaps=True, keep_alive=[keep, self.team])
+
+    def forget(self) -> None:
+        """Lets go of the captures, which a program that was added has its share of."""
+        for number in self._numbers:
+            with contextlib.suppress(extension.module.DispatchError):  # the last one may have failed to begin
+                extension.module.free_capture(number)
+
+    def _captured(self, partition: Partition) -> list[Any]:
         """Captures one partition; returns its results, which own their memory."""
         client = private.client("cuda", self.device, partition.where.stream)
         executable = self._executables(partition, self.device)
         number = next(_numbers)
-        numbers.append(number)
+        self._numbers.append(number)
         with naming(partition.name, "captured"):
             inputs = [self.view(client, self.work.values[i], self.at(i)) for i in partition.reads]
             extension.module.expect_capture(number)

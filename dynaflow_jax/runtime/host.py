@@ -26,6 +26,9 @@ class HostBinding(Binding):
     def __init__(self, *args: Any, executables: Callable[[Partition, int], Any]):
         super().__init__(*args)
         self._executables = executables
+        self._client = private.client("cpu", 0, "")
+        self._free: dict[int, list[int]] = {}  # addresses whose values nobody reads any more, by size
+        self._functions: list[Callable[[], None]] = []
 
     def allocate(self, size: int) -> int:
         """See ``Binding``."""
@@ -39,26 +42,25 @@ class HostBinding(Binding):
         np.copyto(_array(value.shape, value.dtype, address), value)
         return address
 
-    def add(self, plan: int) -> None:
+    def make(self, partition: Partition) -> None:
         """See ``Binding``."""
-        work = self.work
-        client = private.client("cpu", 0, "")
-        last = work.last_uses()
-        free: dict[int, list[int]] = {}  # addresses whose values nobody reads any more, by size
-        functions: list[Callable[[], None]] = []
-        for index, operation in enumerate(work.operations):
-            if isinstance(operation, Partition):
-                for i in operation.writes:
-                    size = work.values[i].size
-                    # What still runs on another stream may read it: the executor orders the two by their addresses.
-                    self.assign(i, free[size].pop() if free.get(size) else self.allocate(size))
-                functions.append(self._function(client, operation))
-            for i in {work.base(value)[0] for value in (*operation.reads, *operation.writes)}:
-                if last[i] == index and _is_computed(work.values[i]):
-                    free.setdefault(work.values[i].size, []).append(self.at(i))
-        blob = self.encode(range(len(functions)))
+        for i in partition.writes:
+            size = self.work.values[i].size
+            # What still runs on another stream may read it: the executor orders the two by their addresses.
+            self.assign(i, self._free[size].pop() if self._free.get(size) else self.allocate(size))
+        self._functions.append(self._function(self._client, partition))
+
+    def done(self, index: int) -> None:
+        """See ``Binding``."""
+        for i in self.work.bases(self.work.operations[index]):
+            if self.last[i] == index and _is_computed(self.work.values[i]):
+                self._free.setdefault(self.work.values[i].size, []).append(self.at(i))
+
+    def add(self, plan: int, keep: Sequence[Any]) -> None:
+        """See ``Binding``."""
+        blob = self.encode(range(len(self._functions)))
         extension.module.add_host_program(
-            plan, self.device, blob, functions, order_overlaps=True, keep_alive=[self.keep, self.team]
+            plan, self.device, blob, self._functions, order_overlaps=True, keep_alive=[keep, self.team]
         )
 
     def _function(self, client: private.Client, partition: Partition) -> Callable[[], None]:

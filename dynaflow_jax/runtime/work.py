@@ -24,7 +24,7 @@ class Value:
       within: the value that it is a part of, and the offset in bytes.
       constant: its elements, if they are known.
       rank: the mesh axes along which it is the device's position.
-      arrives: whether other devices write it.
+      arrives: whether an exchange places it: in memory that other devices write, or where it is computed.
     """
 
     shape: tuple[int, ...]
@@ -94,31 +94,34 @@ class Pattern(enum.Enum):
 class Exchange:
     """Devices of a group send each other (parts of) a value.
 
-    What arrives lies in slots, one for each sender: in the group's order with ``own``, where the device's own part is
-    copied into its slot; without, the slot is the distance from sender to receiver less one. A permutation has one
-    slot.
-
     Attributes:
       name: the operator, for messages.
       where: where it runs.
       reads: the index of the value to send.
-      writes: the index of the value that arrives.
+      writes: what arrives. Either the index of one value, with a place for each sender in the group's order, the
+        device's own part copied to its place (for a permutation, a single place); or one index for each sender in the
+        group's order, each value where it happens to be: the device's own where it was computed.
       after: indices of operations that must be over before it starts.
       axes: the mesh axes that span a group.
       pattern: who gets what.
-      own: whether the device's own part is among the slots.
       pairs: for a permutation, senders and receivers by position in the group.
+      in_place: whether nothing is sent: what the others computed is read in their memory.
     """
 
     name: str
     where: Where
     reads: tuple[int]
-    writes: tuple[int]
+    writes: tuple[int, ...]
     after: tuple[int, ...]
     axes: tuple[str, ...]
     pattern: Pattern
-    own: bool = False
     pairs: tuple[tuple[int, int], ...] = ()
+    in_place: bool = False
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether what arrives are separate values, one for each sender."""
+        return self.pattern is not Pattern.PERMUTE and len(self.writes) > 1
 
 
 Operation = Partition | Exchange
@@ -173,11 +176,6 @@ class Work:
             index, offset = within[0], offset + within[1]
         return index, offset
 
-    def last_uses(self) -> dict[int, int]:
-        """For each value with memory of its own, the last operation that touches it; outputs are read after all."""
-        last: dict[int, int] = {}
-        for i, operation in enumerate(self.operations):
-            last.update((self.base(value)[0], i) for value in (*operation.reads, *operation.writes))
-        for _, parts in self.outputs:
-            last.update((self.base(value)[0], len(self.operations)) for value, _ in parts)
-        return last
+    def bases(self, operation: Operation) -> set[int]:
+        """The values in whose memory an operation's values lie."""
+        return {self.base(value)[0] for value in (*operation.reads, *operation.writes)}

@@ -14,10 +14,13 @@ class DualBatchOverlap(OpScheduler):
 
     Args:
       min_rows: smaller batches are not split.
+      concurrent: whether micro-batches have streams of their own, so that they also compute at the same time. Their
+        order is then the device's to choose.
     """
 
-    def __init__(self, min_rows: int = 2):
+    def __init__(self, min_rows: int = 2, concurrent: bool = False):
         self.min_rows = min_rows
+        self.concurrent = concurrent
 
     def split(self, info: InputInfo) -> Sequence[int]:
         """Two halves; the first takes the odd row."""
@@ -31,9 +34,13 @@ class DualBatchOverlap(OpScheduler):
         turn = 0
         while ops := ctx.get_ready_ops():
             op = min(ops, key=lambda op: (not _communicates(op), op.micro_batch not in (turn, None), op.index))
-            ctx.execute(op, stream="network" if _communicates(op) else "compute")
+            ctx.execute(op, stream=self._stream(op))
             if _communicates(op) and op.micro_batch is not None:
                 turn = (op.micro_batch + 1) % ctx.num_micro_batches
+
+    def _stream(self, op: ScheduledOperator) -> str:
+        name = "network" if _communicates(op) else "compute"
+        return f"{name}{op.micro_batch or 0}" if self.concurrent else name
 
 
 def _communicates(op: ScheduledOperator) -> bool:

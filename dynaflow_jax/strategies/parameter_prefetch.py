@@ -1,0 +1,52 @@
+"""Parameter prefetch: in a fully sharded training step, parameters are gathered shortly before they are used."""
+
+from dynaflow_jax.schedule import OpScheduler, ScheduleContext, ScheduledOperator
+
+
+class ParameterPrefetch(OpScheduler):
+    """Gathers each parameter while the operators before its first use compute; reduces gradients behind the others.
+
+    After PyTorch's FullyShardedDataParallel (arXiv 2304.11277, sections 3.3.1 to 3.3.3, and the rate limiter of
+    section 3.4): a parameter is gathered during the compute before it, forward and backward, and not earlier, so that
+    only a few whole parameters are in memory at a time.
+
+    What counts as a parameter's gather is a collective that reads nothing but inputs of the function:
+    ``df.collectives.all_gather`` of a shard. With ``jax.checkpoint`` around a layer the backward pass gathers again,
+    and that is prefetched too. Layers in a ``jax.lax.scan`` are prefetched as far as ``unroll=`` lets one see.
+
+    Args:
+      ahead: how many operators before its first use a parameter's gather may start; 0 does not prefetch.
+    """
+
+    def __init__(self, ahead: int = 1):
+        if type(ahead) is not int or ahead < 0:
+            raise ValueError(f"ParameterPrefetch needs a whole number of operators, not {ahead=}.")
+        self.ahead = ahead
+
+    def schedule(self, ctx: ScheduleContext) -> None:
+        """Program order; before each operator, gathers what is first used up to ``ahead`` operators later."""
+        compute = [op for op in ctx.all_ops() if op.bound != "network"]
+        gathers = [op for op in ctx.all_ops() if op.bound == "network" and not op.predecessors]
+        first_use = {gather: _first_use(ctx, gather, compute) for gather in gathers}
+        last = ()
+        for position, op in enumerate(compute):
+            wanted = [gather for gather in gathers if first_use[gather] <= position + self.ahead]
+            for gather in sorted(wanted, key=first_use.__getitem__):
+                gathers.remove(gather)
+                ctx.execute(gather, stream="network", after=last)
+            _communicate(ctx, gathers)
+            last = ctx.execute(op)
+            _communicate(ctx, gathers)
+        _communicate(ctx, [])
+
+
+def _first_use(ctx: ScheduleContext, gather: ScheduledOperator, compute: list[ScheduledOperator]) -> int:
+    """How many operators compute before one that reads what is gathered."""
+    readers = set(ctx.graph.successors[gather.index])
+    return next((i for i, op in enumerate(compute) if op.index in readers), len(compute))
+
+
+def _communicate(ctx: ScheduleContext, but: list[ScheduledOperator]) -> None:
+    """Starts whatever else can be sent: gradients, mostly."""
+    while ops := [op for op in ctx.get_ready_ops() if op.bound == "network" and op not in but]:
+        ctx.execute(ops[0], stream="network")
