@@ -1,6 +1,6 @@
 """DynaFlow for JAX: what a model computes, and how the device runs it, as two separate decisions."""
 
-from dynaflow_jax import errors, strategies
+from dynaflow_jax import collectives, errors, strategies
 from dynaflow_jax.annotate import SplitFunc, SplitModule, mark
 from dynaflow_jax.errors import (
     BatchMixingError,
@@ -39,6 +39,7 @@ __all__ = [
     "SplitFunc",
     "SplitModule",
     "Step",
+    "collectives",
     "dynaflow",
     "errors",
     "mark",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,8 @@ import numpy as np
 # sets it while an equation is bound, and what of JAX's configuration a trace depends on.
 from jax._src import config, source_info_util
 from jax.extend import core as jex_core
+
+from dynaflow_jax.errors import DynaFlowError
 
 TESTED_VERSIONS = ("0.10", "0.11", "0.12")
 """Versions of JAX, by minor release, whose private corners used here were checked by hand."""
@@ -92,6 +94,11 @@ def with_equations(jaxpr: Any, invars: Sequence[Any], outvars: Sequence[Any], eq
 
 def _is_input_effect(effect: Any) -> bool:
     return hasattr(effect, "input") or hasattr(effect, "input_index")
+
+
+def has_effects(eqn: Any) -> bool:
+    """Whether an equation does more than its results show, beyond communicating over a mesh axis."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def sub_jaxprs(eqn: Any) -> Iterator[tuple[str, Any]]:
@@ -413,6 +420,21 @@ def no_mesh() -> Iterator[None]:
         yield
 
 
+def shapes_of(fun: Any, avals: Sequence[Any], axes: Mapping[str, int]) -> Any:
+    """Shapes and dtypes of what a function returns.
+
+    Args:
+      fun: the function.
+      avals: types of its arguments.
+      axes: sizes of the mesh axes that it may communicate over, beside those that the trace under way has.
+    """
+    if not axes:
+        return jax.eval_shape(fun, *avals)
+    structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    with no_mesh():
+        return jax.make_jaxpr(fun, axis_env=list(axes.items()), return_shape=True)(*structs)[1]
+
+
 def partitioned_axes() -> tuple[str, ...]:
     """The mesh axes over which XLA partitions what is traced here: all that ``shard_map`` has not taken for itself."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -432,10 +454,22 @@ def retyped(aval: Any, shape: Sequence[int], dtype: Any) -> Any:
 
 
 def device_ordinals() -> list[int]:
-    """The ordinals of the devices that a program traced here may run on: those of the mesh, or the default one."""
-    if jax.sharding.get_abstract_mesh().empty:
+    """The ordinals of the devices that a program traced here may run on: those of the mesh, or the default one.
+
+    Raises:
+      DynaFlowError: if that may be devices of other processes. Which devices a mesh has is not known where a function
+        inside ``shard_map`` is traced, only how many.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
         chosen = jax.config.values["jax_default_device"]
         return [ordinal(chosen if hasattr(chosen, "device_kind") else jax.local_devices()[0])]
+    if jax.process_count() > 1:
+        raise DynaFlowError(
+            f"the mesh ({', '.join(f'{name}={size}' for name, size in mesh.shape.items())}) is of a program of "
+            f"{jax.process_count()} processes, and only devices of one process can write to each other's memory; XLA's "
+            "collectives are used instead."
+        )
     return [ordinal(device) for device in jax.local_devices()]
 
 

@@ -64,6 +64,15 @@ _BANDWIDTH = {
 }
 
 
+def communicates(eqn: Any) -> bool:
+    """Whether an equation moves data between devices, or holds one that does."""
+    if eqn.primitive.name in COLLECTIVES:
+        return True
+    return bool(eqn.params) and any(
+        communicates(inner) for _, body in compat.sub_jaxprs(eqn) for inner in compat.open_jaxpr(body).eqns
+    )
+
+
 def ridge(platform: str, device_kind: str) -> float:
     """Operations per byte at which a device turns from memory-bound to compute-bound."""
     return _RIDGE[_known(platform, device_kind)]

@@ -269,7 +269,7 @@ class _Cutter:
             flops = sum(map(cost.flops, eqns))
             traffic = cost.traffic(eqns, outvars)
         tags = frozenset().union(*(label.tags for label in labels))
-        if any(map(_communicates, eqns)):
+        if any(map(cost.communicates, eqns)):
             tags |= {"network"}
         bound = "compute" if flops > self.ridge * traffic else "memory"
         if "network" in tags and body is None:
@@ -329,7 +329,7 @@ class _Groups:
                 continue
             key = (node.place.key, node.place.phase)
             sources = {group_of[var] for var in node.eqn.invars if not compat.is_literal(var) and var in group_of}
-            if node.eqn.effects and effectful is not None:
+            if compat.has_effects(node.eqn) and effectful is not None:
                 sources.add(effectful)
             group = opened.get(key)
             if group is None or any(s != group and self._ancestors[s] >> group & 1 for s in sources):
@@ -338,7 +338,7 @@ class _Groups:
             self._pull(group, node.eqn)
             self._add_sources(group, sources - {group})
             group_of.update(dict.fromkeys(node.eqn.outvars, group))
-            if node.eqn.effects:
+            if compat.has_effects(node.eqn):
                 effectful = group
 
     def _new_group(self) -> int:
@@ -353,7 +353,8 @@ class _Groups:
         """Leaves a small constant to whoever reads it, so that it makes no operator and no dependency of its own."""
         eqn = node.eqn
         if (
-            eqn.effects
+            compat.has_effects(eqn)
+            or cost.communicates(eqn)
             or eqn.primitive.name in DRAWS
             or any(not compat.is_literal(var) and var not in self._sunk for var in eqn.invars)
             or any(var in self._outputs for var in eqn.outvars)
@@ -556,11 +557,3 @@ def _common(paths: Sequence[tuple[str, ...]]) -> str:
     first, last = min(paths), max(paths)
     length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
     return "/".join(first[:length])
-
-
-def _communicates(eqn: Any) -> bool:
-    if eqn.primitive.name in cost.COLLECTIVES:
-        return True
-    return bool(eqn.params) and any(
-        _communicates(inner) for _, body in compat.sub_jaxprs(eqn) for inner in compat.open_jaxpr(body).eqns
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,10 +35,26 @@ def from_jaxpr(jaxpr: Any) -> Program:
     return Program(compat.all_invars(jaxpr), tuple(inner.outvars), tuple(inner.eqns))
 
 
-def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> tuple[Program, tuple[Any, ...]]:
-    """Trace a function of flat arguments; returns its program and the values of the constants it closes over."""
-    closed = jax.make_jaxpr(fun)(*avals)
+def trace(
+    fun: Callable[..., Sequence[Any]], avals: Sequence[Any], axes: Mapping[str, int] | None = None
+) -> tuple[Program, tuple[Any, ...]]:
+    """Trace a function of flat arguments; returns its program and the values of the constants it closes over.
+
+    Args:
+      fun: the function.
+      avals: types of its arguments.
+      axes: sizes of mesh axes that it may communicate over, where no ``shard_map`` around the trace has them.
+    """
+    closed = jax.make_jaxpr(fun, axis_env=list(axes.items()) if axes else None)(*avals)
     return from_jaxpr(closed), compat.consts_of(closed)
+
+
+def constants_inside(program: Program) -> Iterator[Any]:
+    """The values of the constants that belong to the jaxprs inside a program's equations."""
+    for eqn in program.eqns:
+        for _, jaxpr in compat.sub_jaxprs(eqn):
+            yield from compat.consts_of(jaxpr)
+            yield from constants_inside(from_jaxpr(jaxpr))
 
 
 def outputs_of(program: Program, value_of: Callable[[Any], Any]) -> list[Any]:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from dynaflow_jax import compat, cost
@@ -28,7 +29,7 @@ from dynaflow_jax.batch import split as batch_split
 from dynaflow_jax.batch.derive import Derivation, Underivable, divides_by
 from dynaflow_jax.batch.proof import Analysis, MixingSite, analyse
 from dynaflow_jax.batch.region import Region, Variant
-from dynaflow_jax.batch.state import Rows
+from dynaflow_jax.batch.state import INVARIANT, ZERO, RowIndex, Rows
 from dynaflow_jax.errors import BatchMixingError, DispatchWarning, DynaFlowError, SplitError, warn_user
 from dynaflow_jax.graph import OpGraph, cut
 from dynaflow_jax.inline import Flat, inline, with_twins
@@ -36,7 +37,7 @@ from dynaflow_jax.lowering import dispatch, xla
 from dynaflow_jax.lowering.choice import Choice, choose
 from dynaflow_jax.lowering.steps import RunRegion, Values
 from dynaflow_jax.plan import Plan, Replay, make_plan
-from dynaflow_jax.program import Program, trace
+from dynaflow_jax.program import Program, constants_inside, trace
 from dynaflow_jax.runtime import extension
 from dynaflow_jax.runtime.binder import Binder
 from dynaflow_jax.runtime.work import Work
@@ -483,10 +484,11 @@ class _Flattened:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Part:
-    """A micro-batch's program, and what is proven of it."""
+    """A micro-batch's program, what is proven of it, and what it has of each constant of the whole batch's."""
 
     flat: Flat
     analysis: Analysis
+    constants: tuple[batch_split.Own, ...]
 
 
 class Resolved:
@@ -557,7 +559,7 @@ class Resolved:
             self._give_up_deriving()
             self.region, self.plan = self._schedule(sizes)
         self._joins = self._how_to_join(sizes)
-        self._run = jax.jit(self._evaluate, inline=True)
+        self._run = jax.jit(functools.partial(self._evaluate, None), inline=True)
         self.choice = choose(flow.backend, platform, kind, self.region, self.plan.steps)
         self._binder: Binder | None = None
         self._run_dispatched: Callable[..., Any] | None = None
@@ -665,16 +667,26 @@ class Resolved:
     def _derived_part(self, size: int) -> _Part:
         assert self._derivation is not None
         assert self.batch_size is not None
-        flat, constants = self._derivation.at(size), self.constants
-        programs = (self._traced.flat.program, flat.program)
-        analysis = analyse(*programs, self.layout.axes, self.batch_size, size, consts=(constants, constants))
-        if analysis.mixing:
-            raise Underivable(str(analysis.mixing[0]))
-        return _Part(flat, analysis)
+        flat = self._derivation.at(size)
+        programs, problem = (self._traced.flat.program, flat.program), ""
+        for states in self._derivation.proposals(self.constants):
+            analysis = analyse(*programs, [*states, *self.layout.axes], self.batch_size, size)
+            if not analysis.mixing:
+                own = [
+                    np.arange(var.aval.shape[0], dtype=value.dtype) if isinstance(state, RowIndex) else state
+                    for value, var, state in zip(self.constants, flat.program.invars, states, strict=False)
+                ]
+                return _Part(flat, analysis, tuple(None if how is INVARIANT else how for how in own))
+            problem = str(analysis.mixing[0])
+        raise Underivable(problem)
 
     def _traced_part(self, size: int) -> _Part:
         assert self.batch_size is not None
-        full, part = self._traced, self._trace(size).flat(self.flow, draws=True)
+        full = self._traced
+        try:
+            part = self._trace(size).flat(self.flow, draws=True)
+        except (TypeError, ValueError) as error:
+            raise SplitError(self._untraceable(size, error)) from error
         if len(part.flat.program.invars) != len(full.flat.program.invars) or part.out_tree != full.out_tree:
             raise SplitError(
                 f"At {size} rows the function closes over other constants, or returns another structure, than at "
@@ -685,7 +697,31 @@ class Resolved:
         analysis = analyse(*programs, self.layout.axes, self.batch_size, size, self._allows, consts=constants)
         if analysis.mixing:
             raise BatchMixingError(_mixing_message(analysis.mixing, self.batch_size, size))
-        return _Part(with_twins(part.flat, full.flat), analysis)
+        own = [
+            None if analysis.states[var] in (INVARIANT, ZERO) else value
+            for value, var in zip(part.constants, part.flat.program.invars, strict=False)
+        ]
+        return _Part(with_twins(part.flat, full.flat), analysis, tuple(own))
+
+    @functools.cached_property
+    def _owns(self) -> list[tuple[batch_split.Own, ...]]:
+        """For each micro-batch, what it has of every input of the whole batch's program."""
+        sizes = self.region.sizes
+        if len(sizes) == 1:
+            return [(None,) * len(self._traced.flat.program.invars)]
+        rows = tuple(None if axis is None else Rows(axis) for axis in self.layout.axes)
+        return [(*self._parts[size].constants, *rows) for size in sizes]
+
+    def _untraceable(self, size: int, error: Exception) -> str:
+        constants = (*self.constants, *constants_inside(self._unopened.program))
+        sized = [aval for aval in map(compat.aval_of, constants) if self.batch_size in aval.shape]
+        message = f"The function takes {self.batch_size} rows, but not the {size} of a micro-batch: {error}"
+        if sized:
+            message += (
+                f"\nIt closes over {sized[0].str_short()}, an array of the batch's size. What has a row for each of the "
+                "batch's belongs into the arguments, with its batch axis in batch_axes."
+            )
+        return message
 
     def _allows(self, site: MixingSite) -> bool:
         names = set(_names(site))
@@ -706,7 +742,7 @@ class Resolved:
         where = "cpu" if platform == "cpu" else "cuda"
         if any(self._is_shard_map(step) for step in self.plan.steps):
             region = functools.partial(self._dispatched_region, where)
-            self._run_dispatched = jax.jit(functools.partial(self._evaluate, run_region=region), inline=True)
+            self._run_dispatched = jax.jit(functools.partial(self._evaluate, region), inline=True)
             return
         self._binder = self._bound(lambda: self._work(where), where)
         if self._binder is not None:
@@ -731,7 +767,8 @@ class Resolved:
         self._check_on_one_device()
         inputs = dispatch.Inputs(
             [var.aval for var in self._traced.flat.program.invars],
-            [*(None for _ in self.constants), *layout.axes],
+            self._owns,
+            [False for _ in self.constants] + [axis is not None for axis in layout.axes],
             layout.shards,
             None if flow.weights is None else weights,
             compat.mesh_sizes(),
@@ -816,22 +853,25 @@ class Resolved:
         if self.region.graph.opened:
             run = _with_derivative_of(self._run, self._unscheduled)
         elif self._derivation is not None and self._derivation.custom:
-            run = _with_derivative_of(self._run, lambda *values: self._differentiable._run(*values))
+            run = _with_derivative_of(self._run, lambda *values: self._differentiable(*values))
         if self._run_dispatched is not None:
             run = _instead_of(run, self._run_dispatched)
         outs = run(list(self.constants), list(leaves))
         return jax.tree.unflatten(self._traced.out_tree, outs)
 
     @functools.cached_property
-    def _differentiable(self) -> Resolved:
-        """The same, with traced micro-batches.
+    def _differentiable(self) -> Callable[..., Any]:
+        """The same, with traced micro-batches; the unscheduled function where there are none.
 
         Calls with derivative rules of their own (``custom_jvp``) hold them as functions for the shapes that were
         traced. In a derived program these are the whole batch's.
         """
         flow = copy.copy(self.flow)
         flow.backend = "xla"  # what a dispatched plan is differentiated through
-        return Resolved(flow, self.layout, self._unopened)
+        try:
+            return Resolved(flow, self.layout, self._unopened)._run
+        except (BatchMixingError, SplitError):  # as with arrays that the function closes over, and that have rows
+            return self._unscheduled
 
     def _unscheduled(self, constants: list[Any], leaves: list[Any]) -> list[Any]:
         # The program, not the function, which may close over values that are differentiated: they are its constants.
@@ -839,19 +879,19 @@ class Resolved:
         jaxpr = compat.closed_jaxpr(program.invars, program.outvars, program.eqns, "unscheduled")
         return jex_core.jaxpr_as_fun(jaxpr)(*own, *leaves)
 
-    def _evaluate(self, constants: list[Any], leaves: list[Any], run_region: RunRegion | None = None) -> list[Any]:
+    def _evaluate(self, run_region: RunRegion | None, constants: list[Any], leaves: list[Any]) -> list[Any]:
         sizes, shards = self.region.sizes, self.layout.shards
         if len(sizes) == 1:
             return xla.run(self.region, self.plan.steps, [[*constants, *leaves]], shards, run_region)[0]
         parts, arguments = [], []
         for m, (offset, size) in enumerate(zip(batch_split.offsets(sizes), sizes, strict=True)):
-            rows = [
-                leaf if axis is None else batch_split.take(leaf, Rows(axis), sum(sizes), offset, size, shards)
-                for leaf, axis in zip(leaves, self.layout.axes, strict=True)
+            own = [
+                batch_split.own(value, how, sum(sizes), offset, size, shards)
+                for value, how in zip([*constants, *leaves], self._owns[m], strict=True)
             ]
             index = [jnp.uint32(m)] if self.region.variants[m].index is not None else []
-            arguments.append(rows)
-            parts.append([*index, *constants, *rows])
+            arguments.append(own[len(constants) :])
+            parts.append([*index, *own])
         outs = xla.run(self.region, self.plan.steps, parts, shards, run_region)
         weights = None
         if self.flow.weights is not None:

@@ -106,7 +106,11 @@ def test_collectives(name, devices):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "int32", "uint32", "complex64"])
 def test_dtypes(dtype):
     run = Strictly(
-        lambda x: (lax.psum(x, "i"), lax.all_gather(x, "i", axis=1)), mesh_of(i=SOME), P("i"), (P(), P("i")), check=False
+        lambda x: (lax.psum(x, "i"), lax.all_gather(x, "i", axis=1)),
+        mesh_of(i=SOME),
+        P("i"),
+        (P(), P("i")),
+        check=False,
     )
     run.check(numbers(8, 3, dtype=dtype))
 
@@ -165,7 +169,9 @@ def test_streams_and_one_stream_agree(monkeypatch):
     results = []
     for serial in ("0", "1"):
         monkeypatch.setenv("DYNAFLOW_SERIAL", serial)
-        run = Strictly(parallel, mesh_of(model=SOME), (SPECS, P()), P(), df.strategies.NanoFlow(2), batch_axes=(None, 0))
+        run = Strictly(
+            parallel, mesh_of(model=SOME), (SPECS, P()), P(), df.strategies.NanoFlow(2), batch_axes=(None, 0)
+        )
         results.append([np.asarray(run(layers(), jax.random.normal(jax.random.key(s), (12, 16)))) for s in range(20)])
     np.testing.assert_array_equal(*results)
 

@@ -30,8 +30,8 @@ class Captures {
   static Captures& Global();
 
   // The id of the next capture to begin. It is told here, and not by the module that is about to run, so that
-  // one module can be captured many times: at each layer's weights, say. One capture at a time is the caller's
-  // to see to.
+  // one module can be captured many times: at each layer's weights, say. One capture at a time is the
+  // caller's to see to.
   Status Expect(int64_t id);
   Status Begin(const cuda::Driver& driver, cuda::Stream stream, std::span<void* const> inputs);
   // Ends the capture that is open on the stream.

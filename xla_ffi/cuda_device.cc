@@ -327,7 +327,10 @@ Status CudaDevice::Issue(const Program& program, size_t command, const Call& cal
       if (bytes == 0) break;
       const auto dst = reinterpret_cast<cuda::DevicePtr>(Resolve(c.writes[0], call));
       const auto src = reinterpret_cast<cuda::DevicePtr>(Resolve(c.reads[0], call));
-      if (c.target == 0) {
+      if (c.rows.count > 1) {
+        const cuda::Memcpy3D copy = cuda::CopyOf(c, dst, src);
+        DYNAFLOW_CUDA(driver_, Memcpy3DAsync, &copy, stream);
+      } else if (c.target == 0) {
         DYNAFLOW_CUDA(driver_, MemcpyAsync, dst, src, bytes, stream);
       } else {
         DYNAFLOW_CUDA(driver_, MemcpyPeerAsync, dst, contexts_[c.target].get(), src, contexts_[0].get(),

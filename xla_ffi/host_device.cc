@@ -139,7 +139,10 @@ Status HostDevice::Execute(const Command& c, RunState& run) {
       }
     case CommandKind::kCopy:
       // memmove: a copy onto itself is legal, and costs nothing extra here.
-      std::memmove(Resolve(c.writes[0], run.call), Resolve(c.reads[0], run.call), c.reads[0].bytes);
+      for (uint32_t row = 0; row < c.rows.count; ++row) {
+        std::memmove(Resolve(c.writes[0], run.call) + row * c.rows.write_pitch,
+                     Resolve(c.reads[0], run.call) + row * c.rows.read_pitch, RowBytes(c));
+      }
       return {};
     case CommandKind::kRecord:
       run.Record(c.target);

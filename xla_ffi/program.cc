@@ -4,6 +4,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 namespace dynaflow {
 namespace {
@@ -135,6 +136,11 @@ Command GetCommand(Reader& in) {
   c.target = in.Get<uint32_t>("command target");
   c.reads = in.GetRanges("reads");
   c.writes = in.GetRanges("writes");
+  if (c.kind == CommandKind::kCopy) {
+    c.rows.count = in.Get<uint32_t>("copy rows");
+    c.rows.read_pitch = in.Get<uint64_t>("copy read pitch");
+    c.rows.write_pitch = in.Get<uint64_t>("copy write pitch");
+  }
   return c;
 }
 
@@ -221,6 +227,30 @@ Status CheckFlag(const Program& p, const Command& c) {
   return {};
 }
 
+Status CheckRows(const Command& c) {
+  const uint64_t read = c.reads[0].bytes, written = c.writes[0].bytes;
+  if (c.rows.count == 0) return InvalidArgument("copies no rows");
+  if (c.rows.count == 1) {
+    return read == written ? Status() : InvalidArgument("copies ", read, " bytes into ", written);
+  }
+  const uint64_t steps = c.rows.count - 1;
+  for (const auto& [bytes, pitch] :
+       {std::pair(read, c.rows.read_pitch), std::pair(written, c.rows.write_pitch)}) {
+    if (pitch > bytes / steps || bytes - steps * pitch == 0) {
+      return InvalidArgument("copies ", c.rows.count, " rows that are ", pitch, " bytes apart within ",
+                             bytes);
+    }
+    if (bytes - steps * pitch > pitch) {
+      return InvalidArgument("copies rows of ", bytes - steps * pitch, " bytes that are ", pitch, " apart");
+    }
+  }
+  if (read - steps * c.rows.read_pitch != written - steps * c.rows.write_pitch) {
+    return InvalidArgument("copies rows of ", read - steps * c.rows.read_pitch, " bytes into rows of ",
+                           written - steps * c.rows.write_pitch);
+  }
+  return {};
+}
+
 Status CheckCommand(const Program& p, const Command& c, std::vector<bool>& recorded) {
   if (c.stream >= p.streams.size()) return InvalidArgument("stream ", c.stream, " of ", p.streams.size());
   for (const auto* ranges : {&c.reads, &c.writes}) {
@@ -238,10 +268,7 @@ Status CheckCommand(const Program& p, const Command& c, std::vector<bool>& recor
         return InvalidArgument("a copy has one source and one destination, not ", c.reads.size(), " and ",
                                c.writes.size());
       }
-      if (c.reads[0].bytes != c.writes[0].bytes) {
-        return InvalidArgument("copies ", c.reads[0].bytes, " bytes into ", c.writes[0].bytes);
-      }
-      return {};
+      return CheckRows(c);
     case CommandKind::kRecord:
     case CommandKind::kWait:
       if (c.target >= p.num_events) return InvalidArgument("event ", c.target, " of ", p.num_events);
@@ -298,6 +325,11 @@ std::string Encode(const Program& p) {
     out.Put(c.target);
     out.PutList(c.reads, [&](const Range& r) { out.PutRange(r); });
     out.PutList(c.writes, [&](const Range& r) { out.PutRange(r); });
+    if (c.kind == CommandKind::kCopy) {
+      out.Put(c.rows.count);
+      out.Put(c.rows.read_pitch);
+      out.Put(c.rows.write_pitch);
+    }
   });
   return std::move(out).Take();
 }

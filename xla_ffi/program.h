@@ -69,6 +69,16 @@ enum class CommandKind : uint8_t {
   kAwait = 5,  // waits until a flag of the own memory is set, and clears it
 };
 
+// A copy of several rows, whose starts are `read_pitch` bytes apart at the source and `write_pitch` at the
+// destination. The command's ranges reach from the first byte of the first row to the last byte of the last.
+struct Rows {
+  uint32_t count = 1;
+  uint64_t read_pitch = 0;
+  uint64_t write_pitch = 0;
+
+  bool operator==(const Rows&) const = default;
+};
+
 struct Command {
   CommandKind kind = CommandKind::kLaunch;
   uint32_t stream = 0;
@@ -80,9 +90,15 @@ struct Command {
   std::vector<Range> reads;   // kCopy: exactly the source
   std::vector<Range> writes;  // kCopy: exactly the destination; kSignal: the flag; kAwait: the flag, and then
                               // what peers have written by the time it is set
+  Rows rows;                  // kCopy only
 
   bool operator==(const Command&) const = default;
 };
+
+// Bytes in each row of a copy that has been validated.
+inline uint64_t RowBytes(const Command& c) {
+  return c.reads[0].bytes - (c.rows.count - 1) * c.rows.read_pitch;
+}
 
 // Whether the command is about the order of others only, and touches no memory.
 inline bool IsEvent(const Command& c) {
@@ -106,7 +122,7 @@ struct Program {
   bool operator==(const Program&) const = default;
 };
 
-inline constexpr uint32_t kProgramVersion = 2;
+inline constexpr uint32_t kProgramVersion = 3;
 inline constexpr uint64_t kFlagBytes = 4;
 inline constexpr uint32_t kMaxStreams = 64;  // a host stream is a thread
 

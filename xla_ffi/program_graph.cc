@@ -7,16 +7,6 @@ namespace {
 
 DevicePtr ToDevice(const std::byte* p) { return reinterpret_cast<DevicePtr>(p); }
 
-Memcpy3D FlatCopy(DevicePtr dst, DevicePtr src, size_t bytes) {
-  Memcpy3D copy{};
-  copy.src_type = copy.dst_type = kMemoryDevice;
-  copy.src_device = src;
-  copy.dst_device = dst;
-  copy.width = bytes;
-  copy.height = copy.depth = 1;
-  return copy;
-}
-
 // What the command does to its flag.
 void AppendMemOps(const Command& c, std::vector<MemOp>& ops) {
   const auto append = [&](MemOpType type, uint32_t value) {
@@ -33,6 +23,19 @@ void AppendMemOps(const Command& c, std::vector<MemOp>& ops) {
 }
 
 }  // namespace
+
+Memcpy3D CopyOf(const Command& c, DevicePtr dst, DevicePtr src) {
+  Memcpy3D copy{};
+  copy.src_type = copy.dst_type = kMemoryDevice;
+  copy.src_device = src;
+  copy.dst_device = dst;
+  copy.src_pitch = c.rows.read_pitch;  // of no meaning for a single row
+  copy.dst_pitch = c.rows.write_pitch;
+  copy.width = RowBytes(c);
+  copy.height = c.rows.count;
+  copy.depth = 1;
+  return copy;
+}
 
 Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context, const Program& program,
                                          const std::vector<Graph>& partitions, const Call& call) {
@@ -63,7 +66,7 @@ Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context, 
         const Range &from = c.reads[0], &to = c.writes[0];
         if (to.bytes == 0) break;
         const DevicePtr dst = ToDevice(Resolve(to, call)), src = ToDevice(Resolve(from, call));
-        const Memcpy3D copy = FlatCopy(dst, src, to.bytes);
+        const Memcpy3D copy = CopyOf(c, dst, src);
         added = driver.Check(driver.AddMemcpyNode(&node, raw, tail.data(), tail.size(), &copy, context),
                              "AddMemcpyNode");
         if (from.space != Space::kMemory || to.space != Space::kMemory) {
@@ -108,7 +111,7 @@ Status ProgramGraph::Launch(const Program& program, const Call& call, Stream str
     const Command& c = program.commands[m.command];
     const DevicePtr dst = ToDevice(Resolve(c.writes[0], call)), src = ToDevice(Resolve(c.reads[0], call));
     if (dst == m.dst && src == m.src) continue;
-    const Memcpy3D copy = FlatCopy(dst, src, c.writes[0].bytes);
+    const Memcpy3D copy = CopyOf(c, dst, src);
     DYNAFLOW_RETURN_IF_ERROR(
         driver_
             ->Check(driver_->GraphExecSetMemcpy(exec_.get(), m.node, &copy, context_), "GraphExecSetMemcpy")

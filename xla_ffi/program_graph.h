@@ -8,6 +8,9 @@
 
 namespace dynaflow::cuda {
 
+// What a copy command does, in CUDA's terms.
+Memcpy3D CopyOf(const Command& c, DevicePtr dst, DevicePtr src);
+
 class ProgramGraph {
  public:
   // `partitions`: the graph to launch for each command that launches one, null for the others.

@@ -13,8 +13,9 @@ which axis is the batch's on the other side.
 The derived program is a proposal like a traced one: `proof.analyse` compares it with the whole batch's, equation by
 equation, before anything is split. What is not derived for certain is `Underivable`, and the function is traced.
 
-Constants that the function computes from the batch size in Python, such as the divisor of a mean, stay what they are
-for the whole batch. So derived rows are exactly the function's own rows, and where the function sums over the batch,
+Arrays that the function closes over may have the batch on an axis too; each micro-batch then gets its rows of them.
+Numbers that it computes from the batch size in Python, such as the divisor of a mean, stay what they are for the whole
+batch. So derived rows are exactly the function's own rows, and where the function sums over the batch,
 the derived parts add up to the sum of the function: to its mean, if it divides.
 """
 
@@ -25,9 +26,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from dynaflow_jax import compat
+from dynaflow_jax.batch.state import INVARIANT, RowIndex, Rows, State
 from dynaflow_jax.inline import Flat, Node
 from dynaflow_jax.program import Program, from_jaxpr
 
@@ -104,6 +107,8 @@ class Derivation:
     """Where the batch is in a program, and the same program for other numbers of rows.
 
     Attributes:
+      constants: what the leading inputs, which the function closes over, are to a micro-batch: ``Rows`` where the batch
+        is on an axis.
       counts: of the sums over the batch, how many elements of the whole batch each adds up.
       custom: whether rows of the batch go through calls with derivative rules of their own (``custom_jvp``). JAX keeps
         such a rule as a function for the shapes that were traced, so whoever differentiates needs a traced program.
@@ -126,9 +131,9 @@ class Derivation:
         self._sums: list[tuple[Axes, int]] = []
         self._custom: list[Sequence[Axes]] = []
         program = flat.program
-        inputs, seeds = [], []
-        constants = len(program.invars) - len(in_axes)
-        for var, axis in zip(program.invars, (*(None for _ in range(constants)), *in_axes), strict=True):
+        count = len(program.invars) - len(in_axes)
+        inputs, seeds = [self._lengths.new(len(_shape(var))) for var in program.invars[:count]], []
+        for var, axis in zip(program.invars[count:], in_axes, strict=True):
             axes = self._lengths.new(len(_shape(var)))
             if axis is None:
                 self._lengths.fixed.append((axes, "an input without a batch axis"))
@@ -138,8 +143,27 @@ class Derivation:
         self._body = self._walk(None, program, inputs)
         self._rows = self._solve(seeds)
         self._axis_of: dict[Axes, int | None] = {}
+        self.constants = tuple(map(self._state, inputs[:count]))
         self.counts = frozenset(count for axes, count in self._sums if self._grows(axes))
         self.custom = any(self._grows(axes) for call in self._custom for axes in call)
+
+    def proposals(self, values: Sequence[Any]) -> Iterator[tuple[State, ...]]:
+        """What the constants may be to a micro-batch, one proposal after the other.
+
+        Args:
+          values: the constants.
+
+        Yields:
+          Their states. All that have the batch on an axis are ``Rows`` first; then those that count the batch's rows
+          are ``RowIndex``, which is right where they pick rows of another value.
+        """
+        yield self.constants
+        proposal = tuple(
+            RowIndex(0) if isinstance(state, Rows) and _counts_up(value) else state
+            for value, state in zip(values, self.constants, strict=True)
+        )
+        if proposal != self.constants:
+            yield proposal
 
     def at(self, size: int) -> Flat:
         """The program for a micro-batch of ``size`` rows; its nodes' twins are the whole batch's."""
@@ -230,6 +254,14 @@ class Derivation:
                 raise Underivable(f"the batch meets {what}")
         return found
 
+    def _state(self, axes: Axes) -> State:
+        """What an input is to a micro-batch that gets its rows of it."""
+        axis = self.axis_of(axes)
+        if axis is None:
+            return INVARIANT
+        rows = self._rows[self._lengths.find(axes[axis])]
+        return Rows(axis, outer=rows.outer, inner=rows.inner)
+
     def _grows(self, axes: Axes) -> bool:
         return self.axis_of(axes) is not None
 
@@ -253,6 +285,13 @@ def _across(rows: _Rows, index: int, sizes: Sequence[int], others: Sequence[int]
         if not no_outer and not no_inner:
             return i, _Rows(outer, inner)
     raise Underivable("a reshape takes the axis of the batch apart")
+
+
+def _counts_up(value: Any) -> bool:
+    """Whether a constant is 0, 1, 2, ..."""
+    if compat.is_tracer(value) or value.ndim != 1 or not jnp.issubdtype(value.dtype, jnp.integer):
+        return False
+    return np.array_equal(value, np.arange(len(value)))
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
@@ -591,9 +630,7 @@ def _top_k(ctx: Derivation, eqn: Any, given: Sequence[Axes]) -> Sequence[Axes]:
     return [_kept(ctx, eqn, axes, lambda i: i != along)] * 2
 
 
-@_rule(
-    "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add", "select_and_gather_add"
-)
+@_rule("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add", "select_and_gather_add")
 def _window(ctx: Derivation, eqn: Any, given: Sequence[Axes]) -> Sequence[Axes]:
     """Along an axis with windows of one element nothing happens."""
     params = eqn.params

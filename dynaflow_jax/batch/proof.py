@@ -1,9 +1,10 @@
 """The proof that splitting a batch does not change the result.
 
-The function is traced twice, at the full batch and at a micro-batch, and the two programs are walked in lock step, into
-every program inside them. `analyse` gives each variable of the micro-batch's program a state (see `state`) by one rule
-per primitive (see `rules` and `nested`); where a rule finds that rows of the batch are mixed, or there is no rule, it
-notes a `MixingSite` and goes on. Nothing is proven by sizes alone, so a batch of 8 next to 8 heads is no problem.
+The function's program is there twice, for the full batch and for a micro-batch (derived from the other, see `derive`,
+or traced), and the two are walked in lock step, into every program inside them. `analyse` gives each variable of the
+micro-batch's program a state (see `state`) by one rule per primitive (see `rules` and `nested`); where a rule finds
+that rows of the batch are mixed, or there is no rule, it notes a `MixingSite` and goes on. Nothing is proven by sizes
+alone, so a batch of 8 next to 8 heads is no problem.
 
 What is proven, for each output: ``Rows`` of scale one are the micro-batches' outputs joined along the axis,
 ``Total`` is their sum once each part is multiplied by its scale, and ``Invariant`` is any of them. A scale other than
@@ -96,7 +97,7 @@ class Analysis:
 def analyse(
     full: Program,
     part: Program,
-    in_axes: Sequence[int | None],
+    in_axes: Sequence[int | State | None],
     batch_size: int,
     part_size: int,
     allow: Callable[[MixingSite], bool] = lambda _: False,
@@ -108,7 +109,8 @@ def analyse(
     Args:
       full: the program at the full batch.
       part: the same function's program at a micro-batch.
-      in_axes: the batch axis of each input, or None; one entry per input, of which leading constants may be left out.
+      in_axes: the batch axis of each input, or None, or its state; one entry per input, of which leading constants may
+        be left out.
       batch_size: the number of rows of the full batch.
       part_size: the number of rows of the micro-batch.
       allow: whether to let a mixing site pass. Its outputs go on as rows along the axis that has the batch's size, if
@@ -127,7 +129,7 @@ def analyse(
             else:
                 states.append(ctx.input(f, p, in_axes[i - num_consts]))
         except Mixing as mixing:
-            what = "a constant" if i < num_consts else f"input {i - num_consts}"
+            what = f"the constant {f.aval.str_short()}" if i < num_consts else f"input {i - num_consts}"
             ctx.report(None, f"of the program: {what} {mixing}")
             states.append(ctx.guess(f, p))
     outputs = ctx.walk(full, part, states, [True] * len(part.outvars))
@@ -253,8 +255,10 @@ class ProofContext:
 
     # -- leaves ---------------------------------------------------------------------------------------------------
 
-    def input(self, full: Any, part: Any, axis: int | None) -> State:
+    def input(self, full: Any, part: Any, axis: int | State | None) -> State:
         """The state of an input with the given batch axis."""
+        if isinstance(axis, State):
+            return self.checked(full, part, axis)
         if axis is None:
             if shape(full) != shape(part):
                 raise Mixing("changes its shape with the batch, but has no batch axis")

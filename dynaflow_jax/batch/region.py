@@ -47,12 +47,14 @@ class Region:
       variants: each micro-batch's operators; the same object for equal sizes.
       variant_of: the operators at another size, for those that run on several micro-batches at once.
       path: keys of the operators around it, outermost first.
+      axes: sizes of the mesh axes of the ``shard_map``s among those.
     """
 
     sizes: tuple[int, ...]
     variants: tuple[Variant, ...]
     variant_of: Callable[[int], Variant]
     path: tuple[str, ...] = ()
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         first = [op.key for op in self.graph]
@@ -85,5 +87,7 @@ class Region:
 
         bodies: dict[int, Variant] = {}
         variants = tuple(bodies.setdefault(id(variant), inner(variant)) for variant in self.variants)
-        path = (*self.path, self.graph.operators[index].key)
-        return Region(self.sizes, variants, lambda size: inner(self.variant_of(size)), path)
+        op = self.graph.operators[index]
+        mesh = op.program.eqns[-1].params.get("mesh")
+        axes = {**self.axes, **({} if mesh is None else mesh.shape)}
+        return Region(self.sizes, variants, lambda size: inner(self.variant_of(size)), (*self.path, op.key), axes)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dynaflow_jax import compat
 from dynaflow_jax.batch.state import ONE, Invariant, N, Rows, Scale, State, Total, is_zero
 from dynaflow_jax.errors import SplitError
+
+Own: TypeAlias = Rows | np.ndarray | jax.Array | None
+"""What a micro-batch has of a value: its rows, an array of its own, or all of it."""
 
 
 def check_sizes(sizes: Any, batch_size: int, shards: int, strategy: str) -> tuple[int, ...]:
@@ -61,6 +65,13 @@ def take(value: Any, rows: Rows, batch_size: int, offset: int, size: int, shards
     # Where sharding is part of the type, merging axes does not say by itself what the result's is.
     sharding = compat.explicit_sharding(value)
     return jnp.reshape(part, (*shape[:axis], outer * size * inner, *shape[axis + 1 :]), out_sharding=sharding)
+
+
+def own(value: Any, how: Own, batch_size: int, offset: int, size: int, shards: int = 1) -> Any:
+    """What the micro-batch of the rows ``offset : offset + size`` has of a value."""
+    return (
+        take(value, how, batch_size, offset, size, shards) if isinstance(how, Rows) else value if how is None else how
+    )
 
 
 def join(parts: Sequence[Any], rows: Rows, sizes: Sequence[int], shards: int = 1) -> Any:

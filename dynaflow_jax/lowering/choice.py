@@ -52,7 +52,10 @@ def choose(backend: str, platform: str, device_kind: str, region: Region, steps:
         return Choice(backend == "dispatch", f"the backend is {backend!r}")
     if platform != "gpu":
         return Choice(False, f"streams run at once on CUDA only, and this is {platform}")
-    if len({step.stream for step, _, _ in _operators(region, steps)}) < 2:
+    streams = {step.stream for step, _, _ in _operators(region, steps)}
+    # A function in place of operators that communicate may compute meanwhile, on whatever stream it is.
+    overlaps = any(step.fn is not None and "network" in op.tags for step, op, _ in _operators(region, steps))
+    if len(streams) < 2 and not overlaps:
         return Choice(False, "all steps are on one stream")
     work, count = 0.0, 0.0
     for step, op, times in _operators(region, steps):

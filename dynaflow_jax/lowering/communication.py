@@ -7,6 +7,7 @@ beside it. The additions of a reduction belong to whatever reads the sum, as par
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from dynaflow_jax import compat
 from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.lowering.tasks import Builder, Entry, Expr, Term
-from dynaflow_jax.runtime.work import Exchange, Pattern, Where
+from dynaflow_jax.runtime.work import Exchange, Pattern, Rows, Where
 
 # Larger sums of more than two devices are computed in two steps, each device a share: less to send, one hop more.
 _ONE_STEP_BYTES = 256 << 10
@@ -132,10 +133,12 @@ def _all_gather(group: _Group, eqn: Any, operands: Sequence[Term]) -> list[Term]
     (term,), (var,) = operands, eqn.invars
     axis, tiled, shape = eqn.params["all_gather_dimension"], eqn.params["tiled"], tuple(var.aval.shape)
     out = tuple(eqn.outvars[0].aval.shape)
-    arrived = group.exchange(group.in_memory(term, var.aval), (group.size, *shape), Pattern.GATHER)
-    if axis == 0:
-        return [group.reshaped(arrived, out)]
-    return [Expr((arrived,), lambda x: jnp.moveaxis(x, 0, axis).reshape(out) if tiled else jnp.moveaxis(x, 0, axis))]
+    # What lies before the axis are rows, between which those of the others come to lie.
+    before = math.prod(shape[:axis])
+    rows = Rows(before, target=before > 1)
+    del tiled  # either way the elements are in the same order
+    value = group.in_memory(term, var.aval)
+    return [group.reshaped(group.exchange(value, (group.size, *shape), Pattern.GATHER, rows=rows), out)]
 
 
 def _reduce_scatter(group: _Group, eqn: Any, operands: Sequence[Term]) -> list[Term]:
@@ -151,14 +154,17 @@ def _reduce_scatter(group: _Group, eqn: Any, operands: Sequence[Term]) -> list[T
 
 def _all_to_all(group: _Group, eqn: Any, operands: Sequence[Term]) -> list[Term]:
     (term,), (var,) = operands, eqn.invars
-    split, concat, tiled = eqn.params["split_axis"], eqn.params["concat_axis"], eqn.params["tiled"]
-    out = tuple(eqn.outvars[0].aval.shape)
-    parts = _split(group, term, var.aval, split, tiled)
-    rest = tuple(group.builder.aval(parts).shape[1:])
-    arrived = group.exchange(parts, (group.size, *rest), Pattern.SCATTER)
-    if concat == 0:
-        return [group.reshaped(arrived, out)]
-    return [Expr((arrived,), lambda x: jnp.moveaxis(x, 0, concat).reshape(out))]
+    split, concat, n = eqn.params["split_axis"], eqn.params["concat_axis"], group.size
+    shape, out = tuple(var.aval.shape), tuple(eqn.outvars[0].aval.shape)
+    # A part is rows before the split axis where it is sent from, and before the other axis where it arrives.
+    sent, arriving = math.prod(shape[:split]), math.prod(out[:concat])
+    rows = Rows(max(sent, arriving), source=sent > 1, target=arriving > 1)
+    if sent == 1 or arriving == 1 or sent == arriving:
+        value = group.in_memory(term, var.aval)
+        return [group.reshaped(group.exchange(value, (n, var.aval.size // n), Pattern.SCATTER, rows=rows), out)]
+    parts = _split(group, term, var.aval, split, eqn.params["tiled"])
+    rows = Rows(arriving, target=True)
+    return [group.reshaped(group.exchange(parts, group.builder.aval(parts).shape, Pattern.SCATTER, rows=rows), out)]
 
 
 def _split(group: _Group, term: Term, aval: Any, axis: int, tiled: bool) -> int:

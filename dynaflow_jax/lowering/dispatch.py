@@ -13,7 +13,7 @@ from dynaflow_jax import compat, cost
 from dynaflow_jax.batch.outputs import Join
 from dynaflow_jax.batch.outputs import join as join_outputs
 from dynaflow_jax.batch.region import Region
-from dynaflow_jax.batch.split import offsets, take
+from dynaflow_jax.batch.split import Own, offsets, take
 from dynaflow_jax.batch.state import Rows
 from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.lowering import communication
@@ -37,14 +37,16 @@ class Inputs:
 
     Attributes:
       avals: their types.
-      axes: the batch axis of each, or ``None``.
+      own: for each micro-batch, what it has of each.
+      moving: whether each is expected at another address in every call.
       shards: over how many devices the batch is sharded.
       weights: from a micro-batch's inputs to its weight in means, or ``None``.
       mesh: the sizes of the mesh axes around the function, outermost first; empty on a single device.
     """
 
     avals: Sequence[Any]
-    axes: Sequence[int | None]
+    own: Sequence[Sequence[Own]]
+    moving: Sequence[bool]
     shards: int
     weights: Callable[[Sequence[Any]], Any] | None
     mesh: Mapping[str, int]
@@ -86,7 +88,7 @@ def build(
         for m, variant in enumerate(region.variants)
     ]
     _join(builder, region.sizes, inputs, joins, outputs, parts, rows)
-    return builder.work([axis is not None for axis in inputs.axes])
+    return builder.work(inputs.moving)
 
 
 def build_region(
@@ -133,38 +135,37 @@ def _term(builder: Builder, atom: Any, m: int, env: Mapping[Slot, Term]) -> Term
 
 
 def _split(builder: Builder, sizes: Sequence[int], inputs: Inputs) -> list[list[int]]:
-    """For each micro-batch, the values of the inputs: its rows of those that have a batch axis."""
+    """For each micro-batch, the values of the inputs: what it has of each."""
     rows = [list(builder.inputs) for _ in sizes]
     if len(sizes) == 1:
         return rows
     spans = list(zip(offsets(sizes), sizes, strict=True))
-    cut: list[int] = []  # inputs whose parts do not lie end to end in memory, or not where XLA wants them
-    for i, axis in enumerate(inputs.axes):
-        if axis is None:
-            continue
-        aval = inputs.avals[i]
-        shape, dtype = physical(aval)
-        row = int(np.prod(shape[1:], dtype=int)) * dtype.itemsize
-        if axis or inputs.shards > 1 or any(row * offset % ALIGNMENT for offset, _ in spans):
-            cut.append(i)
-            continue
-        for m, (offset, size) in enumerate(spans):
-            rows[m][i] = builder.value(compat.resized(aval, 0, size), within=(builder.inputs[i], row * offset))
+    cut: list[tuple[int, int, Rows]] = []  # parts that do not lie end to end in memory, or not where XLA wants them
+    for m, (own, (offset, size)) in enumerate(zip(inputs.own, spans, strict=True)):
+        for i, how in enumerate(own):
+            aval = inputs.avals[i]
+            if isinstance(how, Rows):
+                shape, dtype = physical(aval)
+                row = how.inner * int(np.prod(shape[1:], dtype=int)) * dtype.itemsize
+                apart = how.axis or how.outer > 1 or inputs.shards > 1
+                if apart or any(row * start % ALIGNMENT for start, _ in spans):
+                    cut.append((m, i, how))
+                    continue
+                part = compat.resized(aval, 0, size * how.inner)
+                rows[m][i] = builder.value(part, within=(builder.inputs[i], row * offset))
+            elif how is not None:
+                rows[m][i] = builder.constant(how)
     if cut:
+        sources = list(dict.fromkeys(i for _, i, _ in cut))
 
         def split(*values: Any) -> list[Any]:
-            axes = [Rows(inputs.axes[i] or 0) for i in cut]
-            return [
-                take(value, axis, sum(sizes), offset, size, inputs.shards)
-                for offset, size in spans
-                for value, axis in zip(values, axes, strict=True)
-            ]
+            whole = dict(zip(sources, values, strict=True))
+            return [take(whole[i], how, sum(sizes), *spans[m], inputs.shards) for m, i, how in cut]
 
-        avals = [compat.resized(inputs.avals[i], inputs.axes[i] or 0, size) for size in sizes for i in cut]
-        made = iter(builder.task("split", split, [builder.inputs[i] for i in cut], avals, _EDGE))
-        for m in range(len(sizes)):
-            for i in cut:
-                rows[m][i] = next(made)
+        avals = [compat.resized(inputs.avals[i], how.axis, how.outer * sizes[m] * how.inner) for m, i, how in cut]
+        made = builder.task("split", split, [builder.inputs[i] for i in sources], avals, _EDGE)
+        for (m, i, _), value in zip(cut, made, strict=True):
+            rows[m][i] = value
     return rows
 
 
@@ -309,7 +310,10 @@ class _Steps:
                     flush(i)
                 waited = sources
                 waits_for.update(dict.fromkeys(eqn.outvars, sources))
-                pending.append(eqn)
+                if (scaled := _scaled(eqn, env)) is not None:
+                    env[eqn.outvars[0]] = scaled
+                else:
+                    pending.append(eqn)
                 continue
             flush(i)
             operands = [value(atom) for atom in eqn.invars]
@@ -386,6 +390,27 @@ class _Steps:
             return Expr(stacked.reads, lambda *values: stacked.compute(*values)[i])
         shape, dtype = physical(aval)
         return self.builder.part(stacked, aval, i * int(np.prod(shape, dtype=int)) * dtype.itemsize)
+
+
+def _scaled(eqn: Any, env: Mapping[Any, Term]) -> Expr | None:
+    """An expression multiplied with or divided by a number, as an expression too.
+
+    So that the mean of what arrives from other devices is no kernel on the stream that it arrives on.
+    """
+    variables = [atom for atom in eqn.invars if not compat.is_literal(atom)]
+    if eqn.primitive.name not in ("mul", "div", "convert_element_type") or len(variables) != 1:
+        return None
+    term = env.get(variables[0])
+    if not isinstance(term, Expr):
+        return None
+
+    def scaled(*values: Any) -> Any:
+        (result,) = compat.bind(
+            eqn, *(atom.val if compat.is_literal(atom) else term.compute(*values) for atom in eqn.invars)
+        )
+        return result
+
+    return Expr(term.reads, scaled)
 
 
 def _overlaps(program: Program) -> bool:

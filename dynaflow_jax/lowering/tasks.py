@@ -122,7 +122,10 @@ class Builder:
     def constant(self, value: Any) -> int:
         """A value that is known."""
         value = np.asarray(value)
-        return self.value(jax.ShapeDtypeStruct(value.shape, value.dtype), constant=value)
+        aval, byte = jax.ShapeDtypeStruct(value.shape, value.dtype), _byte_for(value.dtype)
+        if byte is not None:
+            value = value.view(byte) if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(byte)
+        return self.value(aval, constant=value)
 
     def rank(self, axes: Sequence[str]) -> int:
         """The device's position along mesh axes, as a 32-bit integer."""
@@ -429,20 +432,40 @@ def _joined(tasks: Sequence[Any], first: int, readers: Mapping[int, set[int]], k
 
 
 def physical(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and type in memory: keys are bits, and a boolean is a byte."""
+    """Shape and type in memory: keys are bits, a boolean is a byte, and so is whatever is smaller or no standard."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         bits = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         return bits.shape, np.dtype(bits.dtype)
-    return tuple(aval.shape), np.dtype(aval.dtype)
+    return tuple(aval.shape), np.dtype(_byte_for(aval.dtype) or aval.dtype)
 
 
 def to_bits(value: Any) -> Any:
     """A value as it lies in memory."""
-    return jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(value)
+    byte = _byte_for(value.dtype)
+    if byte is None:
+        return value
+    if jnp.issubdtype(value.dtype, jnp.floating):
+        value = jax.lax.bitcast_convert_type(value, f"uint{jnp.finfo(value.dtype).bits}")
+    return value.astype(byte)
 
 
 def from_bits(value: Any, aval: Any) -> Any:
     """A value of a type, from what lies in memory."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return compat.wrap_key_data(value, aval.dtype)
-    return value
+    if _byte_for(aval.dtype) is None:
+        return value
+    if jnp.issubdtype(aval.dtype, jnp.floating):
+        return jax.lax.bitcast_convert_type(value.astype(f"uint{jnp.finfo(aval.dtype).bits}"), aval.dtype)
+    return value.astype(aval.dtype)
+
+
+def _byte_for(dtype: Any) -> Any:
+    """The type of the byte that holds an element of a type that buffers are not exchanged in, if it is of that kind."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.uint8 if jnp.finfo(dtype).bits <= 8 else None
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        return np.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint8
+    return None

@@ -58,22 +58,26 @@ def releases(work: Work) -> dict[int, int]:
     return found
 
 
-def last_uses(work: Work) -> dict[int, int]:
-    """For each value with memory of its own, the last operation that touches it, on any device.
+def dead_before(work: Work) -> list[list[int]]:
+    """For each operation, the values whose memory it may take: whoever touches them is over when it starts.
 
-    Outputs are touched after all operations.
+    On any timing and on any device, so that no operation waits for memory that another stream still reads. A value
+    that is touched last on another stream is dead only once that has been waited for, for whatever reason.
     """
-    last: dict[int, int] = {}
-    for i, operation in enumerate(work.operations):
-        last.update((base, i) for base in work.bases(operation))
-    for _, parts in work.outputs:
-        last.update((work.base(value)[0], len(work.operations)) for value, _ in parts)
+    history = _History(work)
+    touching = dict(history.touching)
     released = releases(work)
-    for i, exchange in reversed(list(enumerate(work.operations))):
-        if isinstance(exchange, Exchange) and exchange.is_apart:
+    for i, exchange in reversed(history.exchanges):
+        if exchange.is_apart:
             source = work.base(exchange.reads[0])[0]
-            last[source] = max(last[source], released.get(i, 0), *(last[value] for value in exchange.writes))
-    return last
+            touching[source] |= history.readers(exchange) | 1 << released.get(i, i)
+    dead: list[list[int]] = [[] for _ in work.operations]
+    for value, mask in touching.items():
+        if value not in history.kept:
+            first = next((p for p, before in enumerate(history.before) if not mask & ~before), None)
+            if first is not None:
+                dead[first].append(value)
+    return dead
 
 
 @dataclasses.dataclass(frozen=True)

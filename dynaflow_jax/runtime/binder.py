@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -36,6 +37,9 @@ class Binder:
 
     Inputs that are not split (weights, mostly) are read in place, at their address; a call that brings others is
     bound again. An input whose address keeps changing is copied into the pool from then on.
+
+    With ``DYNAFLOW_SERIAL=1`` in the environment, the same operations run one after the other: equal results then tell
+    a rounding (another fusion, another matrix product) from a race.
     """
 
     def __init__(self, work: Work, platform: str, devices: Sequence[int], capacity: int = 4):
@@ -48,6 +52,7 @@ class Binder:
         self._seen: dict[int, list[Sequence[int]]] = {}  # addresses of earlier bindings, by device
         self._executables: dict[tuple[str, str, int], Any] = {}
         self._layout = arrivals.layout(work)
+        self._serial = os.environ.get("DYNAFLOW_SERIAL", "0") not in ("", "0")
         self._team: Team | None = None
 
     def close(self) -> None:
@@ -93,7 +98,7 @@ class Binder:
     def _binding(self, device: int, inputs: Sequence[int] | None) -> Binding:
         made = host.HostBinding if self.platform == "cpu" else cuda.CudaBinding
         team = None if inputs is None else self._team
-        return made(self.work, device, inputs, self._moving, team, executables=self._executable)
+        return made(self.work, device, inputs, self._moving, team, self._serial, executables=self._executable)
 
     def _note(self, device: int, inputs: Sequence[int]) -> None:
         """Keeps the addresses of a call, and sees which inputs keep moving."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.runtime import extension, private
 from dynaflow_jax.runtime import program as wire
-from dynaflow_jax.runtime.arrivals import Layout, last_uses, releases, slot_size
+from dynaflow_jax.runtime.arrivals import Layout, dead_before, releases, slot_size
 from dynaflow_jax.runtime.work import Exchange, Partition, Pattern, Value, Work
 
 _DLPACK_KIND = {"b": 6, "i": 0, "u": 1, "f": 2, "c": 5}
@@ -61,20 +60,27 @@ class Binding(abc.ABC):
       inputs: addresses of the custom call's inputs; ``None`` for a rehearsal on memory of no meaning.
       moving: whether each input is copied into memory of the program's own, or read at its address.
       team: the devices that run the plan together, if there are several.
+      serial: whether all operations run one after the other, on one stream.
 
     Attributes:
       keep: what must live as long as the program.
-      last: for each value with memory of its own, the last operation that touches it.
     """
 
     platform: str
 
     def __init__(
-        self, work: Work, device: int, inputs: Sequence[int] | None, moving: Sequence[bool], team: Team | None
+        self,
+        work: Work,
+        device: int,
+        inputs: Sequence[int] | None,
+        moving: Sequence[bool],
+        team: Team | None,
+        serial: bool,
     ):
         self.work = work
         self.device = device
         self.team = team
+        self._serial = serial
         self.keep: list[Any] = []
         self.moving = list(moving)
         if inputs is None:  # a rehearsal: nothing runs, so that one piece of memory can stand for all inputs
@@ -97,7 +103,7 @@ class Binding(abc.ABC):
             elif value.rank is not None:
                 self._address[i] = self.place(np.int32(self._position(value.rank)))
         self._released = releases(work)
-        self.last = last_uses(work)
+        self._dead = dead_before(work)
 
     def step(self, index: int, others: Mapping[int, Binding]) -> None:
         """Gives addresses to what an operation writes; those before it have theirs, on all devices.
@@ -107,19 +113,20 @@ class Binding(abc.ABC):
           others: the bindings of all devices that run the plan together, by ordinal.
         """
         operation = self.work.operations[index]
+        for value in self._dead[index]:
+            self.drop(value)
         if isinstance(operation, Partition):
             self.make(operation)
         else:
             self._place_arrivals(index, operation, others)
-        self.done(index)
 
     @abc.abstractmethod
     def make(self, partition: Partition) -> None:
         """Prepares a partition, and assigns addresses to what it writes."""
 
     @abc.abstractmethod
-    def done(self, index: int) -> None:
-        """Gives back the memory of values that nobody touches after an operation."""
+    def drop(self, value: int) -> None:
+        """Gives back the memory of a value that nobody touches any more."""
 
     @abc.abstractmethod
     def allocate(self, size: int) -> int:
@@ -166,11 +173,11 @@ class Binding(abc.ABC):
         """
         work = self.work
         names = list(dict.fromkeys(operation.where.stream for operation in work.operations)) or ["compute"]
-        if serial := _wants_serial():
+        if self._serial:
             index_of = dict.fromkeys(names, 0)
         else:
             index_of = {name: i for i, name in enumerate(names)}
-        streams = [self._stream(name) for name in names[: 1 if serial else None]]
+        streams = [self._stream(name) for name in names[: 1 if self._serial else None]]
         commands = []
         for i in self._entered:
             if self.moving[i]:
@@ -254,7 +261,8 @@ class Binding(abc.ABC):
             return begin
         if exchange.is_apart:
             return begin + slot_size(self.work, exchange) * (sender - (sender > receiver))
-        return begin + self._sent(exchange)[1] * sender
+        size = self._sent(exchange)[1]
+        return begin + (size // exchange.rows.count if exchange.rows.target else size) * sender
 
     def _sent(self, exchange: Exchange) -> tuple[int, int]:
         """How far apart what a device sends to one and to the next begins, and how many bytes it is."""
@@ -262,7 +270,7 @@ class Binding(abc.ABC):
         if exchange.pattern is not Pattern.SCATTER:
             return 0, whole
         part = whole // self.work.group_size(exchange.axes)
-        return part, part
+        return part // exchange.rows.count if exchange.rows.source else part, part
 
     def _place_arrivals(self, index: int, exchange: Exchange, others: Mapping[int, Binding]) -> None:
         """Gives addresses to what an exchange gives."""
@@ -322,18 +330,25 @@ class Binding(abc.ABC):
         n, name, first = len(group), exchange.name, self.team.layout.flags[index]
         stride, size = self._sent(exchange)
 
+        rows = exchange.rows
+        width = size // rows.count
+        pitches = [width * n if apart else width for apart in (rows.source, rows.target)]
+        spans = [pitch * (rows.count - 1) + width for pitch in pitches]
+
         def copy(receiver: int) -> wire.Command:
             device = group[receiver]
-            read = wire.Range(wire.MEMORY, 0, self.at(exchange.reads[0]) + stride * receiver, size)
-            write = wire.Range(wire.MEMORY, 0, self._arrival(device, index, me, receiver), size)
-            return wire.Command(wire.COPY, stream, name, self.devices().index(device), (read,), (write,))
+            read = wire.Range(wire.MEMORY, 0, self.at(exchange.reads[0]) + stride * receiver, spans[0])
+            write = wire.Range(wire.MEMORY, 0, self._arrival(device, index, me, receiver), spans[1])
+            shape = (rows.count, *pitches)
+            return wire.Command(wire.COPY, stream, name, self.devices().index(device), (read,), (write,), shape)
 
         if exchange.pattern is Pattern.PERMUTE:
             receivers = [to for sender, to in exchange.pairs if sender == me]
             senders = [sender for sender, to in exchange.pairs if to == me]
         else:
-            # Everyone begins with the next device, so that no one is written to by all at once.
-            receivers = [(me + i) % n for i in range(1 if exchange.is_apart else 0, n)]
+            # Everyone begins with the next device, so that no one is written to by all at once; one's own part is
+            # last, when the others have theirs.
+            receivers = [(me + i) % n for i in range(1, n if exchange.is_apart else n + 1)]
             senders = [(me - i) % n for i in range(1, n)]
         commands = []
         for receiver in receivers:
@@ -346,15 +361,10 @@ class Binding(abc.ABC):
             if exchange.in_place:
                 arrived = self._range(exchange.writes[sender])
             else:
-                arrived = wire.Range(wire.MEMORY, 0, self._arrival(self.device, index, sender, me), size)
+                arrived = wire.Range(wire.MEMORY, 0, self._arrival(self.device, index, sender, me), spans[1])
             released = self._released_by(index) if sender == senders[-1] else ()
             commands.append(self._await(stream, name, group[sender], first + sender, (arrived, *released)))
         return commands
-
-
-def _wants_serial() -> bool:
-    """Whether all operations are to run one after the other: equal results then tell a rounding from a race."""
-    return os.environ.get("DYNAFLOW_SERIAL", "") not in ("", "0")
 
 
 def view(

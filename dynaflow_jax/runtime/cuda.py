@@ -56,12 +56,9 @@ class CudaBinding(Binding):
         """See ``Binding``."""
         return [*self.keep, *self._alive.values()]
 
-    def done(self, index: int) -> None:
+    def drop(self, value: int) -> None:
         """See ``Binding``."""
-        # Dropped memory is taken again by what is captured later; the executor orders the two by address.
-        for i in self.work.bases(self.work.operations[index]):
-            if self.last[i] == index:
-                self._alive.pop(i, None)
+        self._alive.pop(value, None)
 
     def add(self, plan: int, keep: Sequence[Any]) -> None:
         """See ``Binding``."""

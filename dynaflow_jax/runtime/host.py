@@ -50,11 +50,10 @@ class HostBinding(Binding):
             self.assign(i, self._free[size].pop() if self._free.get(size) else self.allocate(size))
         self._functions.append(self._function(self._client, partition))
 
-    def done(self, index: int) -> None:
+    def drop(self, value: int) -> None:
         """See ``Binding``."""
-        for i in self.work.bases(self.work.operations[index]):
-            if self.last[i] == index and _is_computed(self.work.values[i]):
-                self._free.setdefault(self.work.values[i].size, []).append(self.at(i))
+        if _is_computed(self.work.values[value]):
+            self._free.setdefault(self.work.values[value].size, []).append(self.at(value))
 
     def add(self, plan: int, keep: Sequence[Any]) -> None:
         """See ``Binding``."""

@@ -33,7 +33,10 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """One command on a stream; ``target`` is a partition, an event or a device, by kind (see ``xla_ffi/README.md``)."""
+    """One command on a stream; ``target`` is a partition, an event or a device, by kind (see ``xla_ffi/README.md``).
+
+    ``rows`` are those of a copy: how many, and how many bytes their starts lie apart at the source and destination.
+    """
 
     kind: int
     stream: int
@@ -41,11 +44,13 @@ class Command:
     target: int = 0
     reads: tuple[Range, ...] = ()
     writes: tuple[Range, ...] = ()
+    rows: tuple[int, int, int] = (1, 0, 0)
 
     def encode(self) -> bytes:
         """The command's bytes."""
         head = struct.pack("<BI", self.kind, self.stream) + _string(self.operator) + struct.pack("<I", self.target)
-        return head + _list(r.encode() for r in self.reads) + _list(r.encode() for r in self.writes)
+        rows = struct.pack("<IQQ", *self.rows) if self.kind == COPY else b""
+        return head + _list(r.encode() for r in self.reads) + _list(r.encode() for r in self.writes) + rows
 
 
 @dataclasses.dataclass(frozen=True)

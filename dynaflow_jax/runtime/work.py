@@ -91,6 +91,23 @@ class Pattern(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
+class Rows:
+    """How a part that a device sends lies in memory, if not end to end: as so many rows, a pitch of bytes apart.
+
+    Parts for (or from) the next device then begin one row further on, not one part.
+
+    Attributes:
+      count: how many.
+      source: whether they lie apart where they are sent from; end to end otherwise.
+      target: whether they lie apart where they arrive.
+    """
+
+    count: int = 1
+    source: bool = False
+    target: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Exchange:
     """Devices of a group send each other (parts of) a value.
 
@@ -106,6 +123,7 @@ class Exchange:
       pattern: who gets what.
       pairs: for a permutation, senders and receivers by position in the group.
       in_place: whether nothing is sent: what the others computed is read in their memory.
+      rows: of each part that is sent.
     """
 
     name: str
@@ -117,6 +135,7 @@ class Exchange:
     pattern: Pattern
     pairs: tuple[tuple[int, int], ...] = ()
     in_place: bool = False
+    rows: Rows = Rows()
 
     @property
     def is_apart(self) -> bool:

@@ -45,6 +45,19 @@ def normal(mesh: Any, shape: tuple[int, ...], spec: Any, seed: int, scale: float
     return made()
 
 
+@jax.jit
+def _squares(got: jax.Array, want: jax.Array) -> jax.Array:
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    return jnp.stack([jnp.sum((got - want) ** 2), jnp.sum(want**2)])
+
+
+def _difference(got: Any, want: Any) -> float:
+    """The norm of the difference of two pytrees of arrays, relative to that of the second."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    difference, whole = np.sum([np.asarray(_squares(a, b), np.float64) for a, b in pairs], axis=0)
+    return float(np.sqrt(difference / whole))
+
+
 def contend(
     case: str,
     ours: dict[str, Callable[..., Any]],
@@ -69,9 +82,7 @@ def contend(
     """
     differences = {}
     for name, fun in ours.items():
-        got = np.asarray(fun(*arguments), np.float32)
-        want = np.asarray(theirs[reference[name]](*arguments), np.float32)
-        differences[name] = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+        differences[name] = _difference(fun(*arguments), theirs[reference[name]](*arguments))
     funs = {**ours, **theirs, "limit": limit}
     times = medians(funs, dict.fromkeys(funs, arguments), rounds, calls)
     best, own = min(theirs, key=times.__getitem__), min(ours, key=times.__getitem__)
@@ -79,7 +90,7 @@ def contend(
     hidden = round((times[best] - times[own]) / exposed, 3) if exposed > 0 else None
     print(
         f"{case:10s} XLA {times[best]:8.1f} µs ({best}), ours {times[own]:8.1f} µs ({own}), limit "
-        f"{times['limit']:8.1f} µs; ratio {times[best] / times[own]:.3f} of at most {times[best] / times['limit']:.3f}, "
+        f"{times['limit']:8.1f} µs; ratio {times[best] / times[own]:.3f}, at most {times[best] / times['limit']:.3f}, "
         f"hidden {hidden}, differences {', '.join(f'{d:.1e}' for d in differences.values())}\n    "
         + ", ".join(f"{name} {time}" for name, time in times.items()),
         flush=True,

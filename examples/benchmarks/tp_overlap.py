@@ -2,9 +2,9 @@
 
     JAX_PLATFORMS=cuda,cpu python -m examples.benchmarks.tp_overlap [--quick] [--json=FILE] [--cases=8192,...]
 
-Six layers of Llama's shape (width 4096, hidden 14336, bfloat16) with two ``psum`` each, inside ``shard_map``. XLA's best
-of: the whole batch and two halves by hand; by default, with the latency-hiding scheduler, and without command buffers.
-The limit is the same function without communication. Contenders take turns in one process; medians.
+Six layers of Llama's shape (width 4096, hidden 14336, bfloat16) with two ``psum`` each, inside ``shard_map``. XLA's
+best of: the whole batch and two halves by hand; by default, with the latency-hiding scheduler, and without command
+buffers. The limit is the same function without communication. Contenders take turns in one process; medians.
 
 ``--quick`` is for a machine without a GPU: small sizes, few calls, the host twin; its numbers mean nothing.
 """
@@ -37,7 +37,7 @@ def mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
 
 
 def model(ws: Sequence[Layer], x: jax.Array, *, reduce: Reduce, head: int) -> jax.Array:
-    """Pre-norm layers on ``x`` of shape (batch, tokens, width), each device with its share of heads and hidden units."""
+    """Pre-norm layers on ``x`` of shape (batch, tokens, width); each device has its share of heads and hidden units."""
     for qkv, out, up, down in ws:
         with df.mark("attention"):
             y = attention(x, qkv, out, head)

@@ -17,6 +17,7 @@
 namespace dynaflow {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 Status Nothing() { return {}; }
@@ -77,6 +78,16 @@ class TwoBranches {
   Row x_, left_, right_, y_;
   std::shared_ptr<Executor> executor_;
 };
+
+TEST(HostDevice, CopiesRows) {
+  const uint32_t from[] = {1, 2, 3, 4, 5, 6};
+  uint32_t to[8] = {};
+  const Program p = ProgramBuilder(1).CopyRows(0, "rows", Memory(to, 28), Memory(from, 20), {3, 8, 12});
+  auto device = HostDevice::Create(p, {});
+  ASSERT_TRUE(device.ok());
+  ASSERT_TRUE((*device)->Run(p, {}).ok());
+  EXPECT_THAT(to, ElementsAre(1, 0, 0, 3, 0, 0, 5, 0));
+}
 
 TEST(HostDevice, RunsAProgram) {
   TwoBranches program;

@@ -39,9 +39,9 @@ def span(space, index, offset, size):
 
 
 def command(kind, stream, name, target=0, reads=(), writes=()):
-    return (
-        struct.pack("<BI", kind, stream) + string(name) + struct.pack("<I", target) + listing(reads) + listing(writes)
-    )
+    rows = struct.pack("<IQQ", 1, 0, 0) if kind == COPY else b""
+    head = struct.pack("<BI", kind, stream) + string(name) + struct.pack("<I", target)
+    return head + listing(reads) + listing(writes) + rows
 
 
 def program(*, devices=1, streams=1, events=0, partitions=0, inputs=(), outputs=(), commands=()):

@@ -40,6 +40,10 @@ class ProgramBuilder {
   ProgramBuilder& Copy(uint32_t stream, std::string name, Range to, Range from, uint32_t device = 0) {
     return Add({CommandKind::kCopy, stream, std::move(name), device, {from}, {to}});
   }
+  ProgramBuilder& CopyRows(uint32_t stream, std::string name, Range to, Range from, Rows rows,
+                           uint32_t device = 0) {
+    return Add({CommandKind::kCopy, stream, std::move(name), device, {from}, {to}, rows});
+  }
   ProgramBuilder& Record(uint32_t stream, uint32_t event) {
     if (event >= program_.num_events) program_.num_events = event + 1;
     return Add({CommandKind::kRecord, stream, "event", event, {}, {}});
@@ -101,7 +105,8 @@ inline Program FullProgram() {
                   .Wait(0, 1)
                   .Copy(0, "output", OutputBytes(0, 0, 64), Memory(0x9000, 64))
                   .Signal(0, "send", reinterpret_cast<void*>(0x7000))
-                  .Await(0, "receive", reinterpret_cast<void*>(0x7100), 0, {Memory(0xa000, 64)});
+                  .Await(0, "receive", reinterpret_cast<void*>(0x7100), 0, {Memory(0xa000, 64)})
+                  .CopyRows(0, "rows", Memory(0xb000, 56), Memory(0xc000, 24), {3, 8, 24});
   p.streams[1] = {.device = 0, .priority = -2, .sm_budget = 32};
   return p;
 }
