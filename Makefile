@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 JAX ?=
 VENV ?= .venv
 JOBS ?= 2
-CORE = annotate plan properties regressions schedule sharding split transform
+CORE = annotate constants plan properties regressions schedule sharding split transform
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 RUN = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(VENV)/bin/python
 

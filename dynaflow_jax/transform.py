@@ -672,11 +672,12 @@ class Resolved:
         for states in self._derivation.proposals(self.constants):
             analysis = analyse(*programs, [*states, *self.layout.axes], self.batch_size, size)
             if not analysis.mixing:
-                own = [
-                    np.arange(var.aval.shape[0], dtype=value.dtype) if isinstance(state, RowIndex) else state
-                    for value, var, state in zip(self.constants, flat.program.invars, states, strict=False)
-                ]
-                return _Part(flat, analysis, tuple(None if how is INVARIANT else how for how in own))
+                own: list[batch_split.Own] = [state if isinstance(state, Rows) else None for state in states]
+                for i, state in enumerate(states):
+                    if isinstance(state, RowIndex):  # every micro-batch counts its rows from zero
+                        aval = flat.program.invars[i].aval
+                        own[i] = np.arange(aval.shape[0], dtype=aval.dtype)
+                return _Part(flat, analysis, tuple(own))
             problem = str(analysis.mixing[0])
         raise Underivable(problem)
 
@@ -718,8 +719,8 @@ class Resolved:
         message = f"The function takes {self.batch_size} rows, but not the {size} of a micro-batch: {error}"
         if sized:
             message += (
-                f"\nIt closes over {sized[0].str_short()}, an array of the batch's size. What has a row for each of the "
-                "batch's belongs into the arguments, with its batch axis in batch_axes."
+                f"\nIt closes over {sized[0].str_short()}, an array of the batch's size. What has a row for each of "
+                "the batch's belongs into the arguments, with its batch axis in batch_axes."
             )
         return message
 
@@ -742,7 +743,7 @@ class Resolved:
         where = "cpu" if platform == "cpu" else "cuda"
         if any(self._is_shard_map(step) for step in self.plan.steps):
             region = functools.partial(self._dispatched_region, where)
-            self._run_dispatched = jax.jit(functools.partial(self._evaluate, region), inline=True)
+            self._run_dispatched = functools.partial(self._evaluate, region)
             return
         self._binder = self._bound(lambda: self._work(where), where)
         if self._binder is not None:
@@ -845,6 +846,10 @@ class Resolved:
 
     def _dispatch(self, binder: Binder, constants: list[Any], leaves: list[Any]) -> list[Any]:
         outputs = [atom.aval for atom in self._traced.flat.program.outvars]
+        if binder.work.mesh:
+            # Two calls of one program must not be taken for each other by devices that meet in them.
+            binder = binder.another()
+            self.flow.own(binder)
         return dispatch.call(binder, outputs, [*constants, *leaves])
 
     def call(self, leaves: Sequence[Any]) -> Any:

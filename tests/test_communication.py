@@ -147,7 +147,7 @@ def layers(width=16, count=3):
     keys = jax.random.split(jax.random.key(0), 2 * count)
     return [
         (jax.random.normal(a, (width, 32)) / 4, jax.random.normal(b, (32, width)) / 4)
-        for a, b in zip(keys[::2], keys[1::2])
+        for a, b in zip(keys[::2], keys[1::2], strict=True)
     ]
 
 
@@ -226,6 +226,41 @@ def test_training_step():
         out_axes="mean",
     )
     run.check(layers(), jax.random.normal(jax.random.key(1), (12, 16)), exact=False)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_around_shard_map(check):
+    """The body is dispatched by each device, what is around it is XLA's, and it is differentiated as a whole."""
+    specs = {"mesh": mesh_of(model=SOME), "in_specs": (SPECS, P()), "out_specs": P(), "check_vma": check}
+    mapped = jax.shard_map(parallel, **specs)
+    fun = lambda ws, x: jnp.tanh(mapped(ws, x * 2))  # noqa: E731
+    flow = df.dynaflow(fun, scheduler=df.strategies.NanoFlow(2), batch_axes=(None, 0), backend="dispatch")
+    ws, x = layers(), jax.random.normal(jax.random.key(1), (12, 16))
+    with warnings.catch_warnings(), jax.default_matmul_precision("highest"):
+        warnings.simplefilter("error", DispatchWarning)
+        for scale in (1, 2):
+            got, want = jax.jit(flow)(ws, x * scale), jax.jit(fun)(ws, x * scale)
+            np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+        assert "dynaflow_dispatch" in jax.jit(flow).lower(ws, x).as_text()
+        got, want = (jax.jit(jax.grad(lambda ws, f=f: (f(ws, x) ** 2).mean()))(ws) for f in (flow, fun))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
+def test_two_calls_in_one_program():
+    """Devices meet in each of them, and do not take one for the other."""
+    mesh, ws = mesh_of(model=SOME), layers()
+    flow = df.dynaflow(parallel, scheduler=df.strategies.NanoFlow(2), batch_axes=(None, 0), backend="dispatch")
+
+    def twice(f):
+        specs = {"mesh": mesh, "in_specs": (SPECS, P(), P()), "out_specs": (P(), P())}
+        return jax.jit(jax.shard_map(lambda ws, x, y: (f(ws, x), f(ws, y)), **specs))
+
+    with jax.default_matmul_precision("highest"):
+        run, plain = twice(flow), twice(parallel)
+        for seed in range(10):
+            x, y = jax.random.normal(jax.random.key(seed), (2, 12, 16))
+            for got, want in zip(run(ws, x, y), plain(ws, x, y), strict=True):
+                np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
 def test_threads_that_call_different_functions():

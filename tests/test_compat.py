@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from dynaflow_jax import compat
+from dynaflow_jax.errors import DynaFlowError
 
 
 def trace(fun, *args):
@@ -235,3 +236,37 @@ def test_explicit_shardings():
 
 def test_device():
     assert compat.device()[0] == jax.devices()[0].platform
+
+
+def test_effects():
+    """Communicating is none."""
+    fun = lambda x: jax.lax.psum(x, "d")  # noqa: E731
+    mapped = jax.shard_map(fun, mesh=mesh(), in_specs=P("d"), out_specs=P())
+    (eqn,) = (e for e in trace(mapped, jnp.ones(4)).eqns[0].params["jaxpr"].eqns if "psum" in e.primitive.name)
+    assert eqn.effects
+    assert not compat.has_effects(eqn)
+    (eqn,) = trace(lambda x: jax.debug.callback(lambda _: None, x), 1.0).eqns
+    assert compat.has_effects(eqn)
+
+
+def test_shapes_of_a_function_that_communicates():
+    fun = lambda x: (jax.lax.all_gather(x, "d"), jax.lax.axis_index("d"))  # noqa: E731
+    found = compat.shapes_of(fun, [jax.typeof(jnp.ones(3))], {"d": 4})
+    assert [(leaf.shape, leaf.dtype) for leaf in found] == [((4, 3), jnp.float32), ((), jnp.int32)]
+
+    def inside(x):
+        found.append(compat.shapes_of(lambda y: x @ jax.lax.ppermute(y, "d", [(0, 1)]), [jax.typeof(x)], {}))
+        return x
+
+    found = []
+    jax.eval_shape(jax.shard_map(inside, mesh=mesh(), in_specs=P("d"), out_specs=P("d")), jnp.ones(4))
+    assert found[0].shape == ()
+
+
+def test_devices_of_several_processes_are_refused(monkeypatch):
+    with jax.sharding.use_abstract_mesh(mesh().abstract_mesh):
+        assert len(compat.device_ordinals()) == jax.local_device_count()
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        with pytest.raises(DynaFlowError, match=r"the mesh \(d=4\) is of a program of 2 processes"):
+            compat.device_ordinals()
+    assert len(compat.device_ordinals()) == 1

@@ -222,3 +222,25 @@ def test_sizes():
     aval = jax.make_jaxpr(lambda k: k)(jax.random.key(0)).in_avals[0]
     assert cost.bytes_of(aval) > 0
     assert cost.bytes_of(jax.make_jaxpr(lambda x: x)(jnp.ones((2, 3), jnp.bfloat16)).in_avals[0]) == 12
+
+
+def test_kernels():
+    """At the least: products, and what the compiler has to run apart; elementwise work goes into them."""
+
+    def kernels(fun, *args):
+        return cost.kernels(jax.make_jaxpr(fun)(*args).eqns)
+
+    x = normal(8, 8)
+    assert kernels(lambda x: jnp.tanh(x) * 2, x) == 1
+    assert kernels(lambda x: jnp.tanh(x @ x) * 2 @ x, x) == 2
+    assert kernels(lambda x: lax.scan(lambda x, _: (jnp.tanh(x @ x) @ x, None), x, None, length=5)[0], x) == 10
+    assert kernels(lambda x: jax.jit(lambda x: jax.nn.gelu(x @ x) @ x)(x) @ x, x) == 3
+
+
+def test_seconds():
+    """The slower of what memory and arithmetic take, on the device that it is asked for."""
+    assert cost.seconds(0, 4.8e12, "gpu", "NVIDIA H200") == 1
+    assert cost.seconds(2 * 206 * 4.8e12, 4.8e12, "gpu", "NVIDIA H200") == 2
+    assert cost.seconds(0, 3.35e12, "gpu", "a device that nobody knows") == 1
+    assert cost.seconds(1, 1, "cpu", "cpu") > cost.seconds(1, 1, "gpu", "NVIDIA H100")
+    assert cost.ridge("gpu", "NVIDIA H200") == 206

@@ -150,6 +150,52 @@ def test_the_table_of_one_gpu():
     assert tables.one_gpu([row]).endswith("| c | 30 µs | whole, default | 20 µs | 1.50 | 15 µs | yes |")
 
 
+OVERLAP = {
+    "case": "tp-256",
+    "best_xla_us": 30.0,
+    "best_xla": "whole, default",
+    "ours_us": 20.0,
+    "ours": "k=2",
+    "limit_us": 15.0,
+    "hidden": 0.667,
+    "difference": 0.0123,
+    "equal": False,
+}
+
+
+def test_the_tables_of_overlap_begin_with_the_most_tokens():
+    same = OVERLAP | {"case": "tp-1024", "ours": "another", "hidden": None, "equal": True}
+    lines = tables.overlap([OVERLAP, same]).splitlines()
+    assert lines[2] == "| 1024 | 30 µs | whole, default | 20 µs | another | 1.500 | 2.000 |  | same bits |"
+    assert lines[3].startswith(
+        "| 256 | 30 µs | whole, default | 20 µs | `NanoFlow(2, concurrent=True)` | 1.500 | 2.000 |"
+    )
+    assert lines[3].endswith("| 67% | 1.2e-02 |")
+
+
+def test_strategies_of_the_tables_exist():
+    for name in (name for names in tables.STRATEGIES.values() for name in names.values()):
+        assert eval(f"df.strategies.{name}")
+
+
+def test_the_table_of_kernels():
+    row = OVERLAP | {"case": "matmul_silu-2x3x4", "ours": "wide", "equal": True}
+    found = tables.kernels([row, row | {"limit_us": None, "equal": False}]).splitlines()
+    assert found[2] == "| `matmul_silu` | 2×3×4 | 30.0 µs | whole, default | 20.0 µs | wide | 1.500 | 2.000 | yes |"
+    assert found[3].endswith("| 1.500 |  | no |")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("tensor", "tp_overlap"), ("expert", "ep_overlap")])
+def test_the_gains_it_claims_are_those_of_the_results(kind, name):
+    (data,) = tables.load(tables.RESULTS)[name]
+    gains = [row["best_xla_us"] / row["ours_us"] for row in data["rows"]]
+    claimed = re.search(rf"{kind}-parallel layers (?:are )?(\d\.\d\d) to (\d\.\d\d) times", README)
+    assert claimed
+    assert [float(number) for number in claimed.groups()] == [
+        int(100 * gain) / 100 for gain in (min(gains), max(gains))
+    ]
+
+
 def test_results_that_are_missing_damaged_or_unknown(tmp_path):
     assert tables.load(tmp_path / "nowhere") == {}
     assert tables.load(tmp_path) == {}

@@ -76,9 +76,12 @@ def test_static_arguments_are_told_apart(values):
         np.testing.assert_array_equal(got, want)
 
 
-def test_rows_that_are_all_alike_and_scaled_by_the_batch_size_are_refused_by_name():
+def test_rows_that_are_all_alike_and_scaled_by_the_batch_size():
     """The gradient of a mean with respect to rows, where it is the same for every row."""
-    flow = df.dynaflow(jax.grad(lambda x: -x.mean()), scheduler=Split(3, 4), batch_axes=0)
+    fun = jax.grad(lambda x: -x.mean())
+    np.testing.assert_array_equal(df.dynaflow(fun, scheduler=Split(3, 4), batch_axes=0)(ROWS), fun(ROWS))
+    pair = lambda x: (fun(x), x.sum())  # noqa: E731
+    flow = df.dynaflow(pair, scheduler=Split(3, 4), batch_axes=0, out_axes=(None, sum))
     with pytest.raises(df.BatchMixingError, match="scales its rows by its own size"):
         flow.plan(ROWS)
 

@@ -24,8 +24,8 @@ inline std::chrono::nanoseconds Seconds(double seconds) {
 struct Call {
   int device = 0;          // the ordinal of the device that calls
   void* stream = nullptr;  // CUDA: XLA's stream, which the program forks from and joins; host: unused
-  std::span<void* const> inputs;
-  std::span<void* const> outputs;
+  std::span<void* const> inputs = {};
+  std::span<void* const> outputs = {};
   int64_t run_id = 0;                      // the calls of one run, from several devices, have the same
   Status (*synchronize)(void*) = nullptr;  // waits for `stream`; null where the inputs are there already
 

@@ -340,7 +340,7 @@ class _Steps:
         length, reverse = eqns[0].params["length"], eqns[0].params["reverse"]
         inputs = [self._operands(op, m, step, env) for m, op in enumerate(ops)]
         carries = [values[num_consts : num_consts + num_carry] for values in inputs]
-        stacks: list[list[list[Term]]] = [[] for _ in ops]  # by micro-batch and iteration
+        stacks: list[list[Sequence[Term]]] = [[] for _ in ops]  # by micro-batch and iteration
         for i in reversed(range(length)) if reverse else range(length):
             builder.scope = (*outer, self._count, i)
             inner: dict[Slot, Term] = {}

@@ -18,6 +18,7 @@ class _History:
     """What is over when, and who touches what."""
 
     def __init__(self, work: Work):
+        self.work = work
         self.operations = work.operations
         self.before = predecessors(work.operations, lambda value: work.base(value)[0])
         self.touching: dict[int, int] = {}  # for each value, a bit mask of the operations that touch it
@@ -39,8 +40,13 @@ class _History:
         return [
             k
             for k, exchange in self.exchanges
-            if exchange.axes == axes and exchange.pattern is not Pattern.PERMUTE and not touching & ~self.before[k]
+            if exchange.axes == axes and self.reaches_all(exchange) and not touching & ~self.before[k]
         ]
+
+    def reaches_all(self, exchange: Exchange) -> bool:
+        """Whether every device of a group sends to every other one."""
+        swaps = set(exchange.pairs) == {(0, 1), (1, 0)} and self.work.group_size(exchange.axes) == 2
+        return exchange.pattern is not Pattern.PERMUTE or swaps
 
 
 def releases(work: Work) -> dict[int, int]:
@@ -129,7 +135,7 @@ def layout(work: Work) -> Layout:
         else:
             needed = -(-work.values[exchange.writes[0]].size // ALIGNMENT) * ALIGNMENT
         # Whoever gets nothing in a permutation has zeros, in memory that nobody writes to.
-        reusable = exchange.pattern is not Pattern.PERMUTE and not history.kept & set(exchange.writes)
+        reusable = history.reaches_all(exchange) and not history.kept & set(exchange.writes)
         buffer = next(
             (
                 b

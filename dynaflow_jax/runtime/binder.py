@@ -55,6 +55,12 @@ class Binder:
         self._serial = os.environ.get("DYNAFLOW_SERIAL", "0") not in ("", "0")
         self._team: Team | None = None
 
+    def another(self) -> Binder:
+        """A plan of the same work, compiled once for both, for another place in a program that calls it."""
+        made = Binder(self.work, self.platform, self.devices)
+        made._executables = self._executables
+        return made
+
     def close(self) -> None:
         """Frees the plan; runs under way finish first."""
         self._free(self.plan)

@@ -11,8 +11,9 @@ class ParameterPrefetch(OpScheduler):
     only a few whole parameters are in memory at a time.
 
     What counts as a parameter's gather is a collective that reads nothing but inputs of the function:
-    ``df.collectives.all_gather`` of a shard. With ``jax.checkpoint`` around a layer the backward pass gathers again,
-    and that is prefetched too. Layers in a ``jax.lax.scan`` are prefetched as far as ``unroll=`` lets one see.
+    ``df.collectives.all_gather`` of a shard. A ``jax.custom_vjp`` whose backward pass gathers again has that prefetched
+    too; behind ``jax.checkpoint`` gathers wait until the backward pass has come to the layer, as JAX wants it. Layers
+    in a ``jax.lax.scan`` are prefetched as far as ``unroll=`` lets one see.
 
     Args:
       ahead: how many operators before its first use a parameter's gather may start; 0 does not prefetch.

@@ -47,6 +47,7 @@ def main(argv: Sequence[str]) -> None:
         row = {"case": f"{way}-{mine['layers']}-layers", "xla_bytes": xla["peak"], "ours_bytes": mine["peak"]}
         row |= {"argument_bytes": mine["arguments"], "limit": LIMIT}
         row["difference"] = float(abs(np.asarray(mine["sample"]) - np.asarray(xla["sample"])).max())
+        row["equal"] = not row["difference"]
         ratio = f"{mine['peak'] / xla['peak']:.3f}" if xla["peak"] else "unknown on this platform"
         print(
             f"{row['case']:22s} XLA {mib(xla['peak'])}, ours {mib(mine['peak'])}, of which arguments "

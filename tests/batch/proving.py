@@ -5,10 +5,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core as jex_core
 
+from dynaflow_jax import compat
+from dynaflow_jax.annotate import Rules
+from dynaflow_jax.batch.derive import Derivation, Underivable
 from dynaflow_jax.batch.proof import Analysis, analyse
-from dynaflow_jax.batch.state import Invariant, N, Rows, State, Total
-from dynaflow_jax.program import trace
+from dynaflow_jax.batch.state import Invariant, N, RowIndex, Rows, State, Total
+from dynaflow_jax.inline import inline
+from dynaflow_jax.program import from_jaxpr, trace
 
 BATCH, PART = 6, 2
 
@@ -74,10 +79,20 @@ def check(fun, args, in_axes, batch=BATCH, part=PART, expect=None, **kwargs) -> 
     assert not analysis.mixing, [str(site) for site in analysis.mixing]
     if expect is not None:
         assert [str(state) for state in analysis.outputs] == expect
+    derived = derive(fun, args, in_axes, batch, part)
     if analysis.draws:
         return analysis
     fun = jax.jit(fun)
     whole = jax.tree.leaves(fun(*args))
+    compare(analysis, fun, whole, args, in_axes, batch, part)
+    if derived is not None:
+        analysis_of_derived, fun, constants, axes = derived
+        compare(analysis_of_derived, fun, whole, [*constants, *args], [*axes, *in_axes], batch, part)
+    return analysis
+
+
+def compare(analysis, fun, whole, args, in_axes, batch, part):
+    """Holds every output against what its state promises of a function that runs on micro-batches."""
     pieces = []
     for i in range(0, batch, part):
         cut = [piece_of(arg, axis, i, i + part, batch) for arg, axis in zip(args, in_axes, strict=True)]
@@ -86,7 +101,64 @@ def check(fun, args, in_axes, batch=BATCH, part=PART, expect=None, **kwargs) -> 
         if type(state) in (Rows, Total, Invariant) and factor(state, 2) is not None:
             got = joined(state, [piece[i] for piece in pieces], batch, part)
             np.testing.assert_allclose(got, np.asarray(whole[i], np.float64), rtol=2e-4, atol=2e-4, err_msg=str(state))
-    return analysis
+
+
+def derive(fun, args, in_axes, batch=BATCH, part=PART):
+    """The proof of the derived program, and that program as a function; None if there is no such proof.
+
+    The function takes the program's constants, too, which come next, and the axes that they have rows on.
+
+    What is derived has correct types, and is what is traced at the micro-batch's size.
+    """
+    (whole, piece), consts = programs(fun, args, in_axes, batch, part)
+    (full, values), (traced, _) = (
+        inline(program, of_program, Rules.of(()), draws=True)
+        for program, of_program in zip((whole, piece), consts, strict=True)
+    )
+    try:
+        derivation = Derivation(full, in_axes, batch)
+        derived = derivation.at(part)
+    except Underivable:
+        return None
+    program = derived.program
+    jaxpr = compat.closed_jaxpr(program.invars, program.outvars, program.eqns)
+    jex_core.check_jaxpr(compat.open_jaxpr(jaxpr))
+    for states in derivation.proposals(values):
+        analysis = analyse(full.program, program, [*states, *in_axes], batch, part)
+        if not analysis.mixing:
+            break
+    else:
+        return None
+    # Positions count from zero in every micro-batch, so its constant is another one; otherwise it has rows.
+    constants = [
+        np.arange(part, dtype=v.dtype) if type(s) is RowIndex else v for v, s in zip(values, states, strict=True)
+    ]
+    axes = [s.axis if type(s) is Rows else None for s in states]
+    same_program(full.program, program, traced.program)
+    jitted = jax.jit(jex_core.jaxpr_as_fun(jaxpr))
+    return analysis, jitted, constants, axes
+
+
+def same_program(full, derived, traced):
+    """The derived program is the traced one, but for constants that know the batch size.
+
+    What was computed of such constants only, without any row, may have kept the size that it has for the whole batch.
+    """
+    if len(full.eqns) != len(traced.eqns):
+        return  # the function itself depends on the batch size
+    for whole, own, other in zip(full.eqns, derived.eqns, traced.eqns, strict=True):
+        if whole is own:
+            continue
+        assert own.primitive.name == other.primitive.name
+        for before, var, of_traced in zip(whole.outvars, own.outvars, other.outvars, strict=True):
+            assert var is before or var.aval.str_short() == of_traced.aval.str_short()
+        assert own.params.keys() == other.params.keys()
+        for name, value in own.params.items():
+            if name in ("shape", "new_sizes", "limit_indices", "slice_sizes"):
+                assert tuple(value) == tuple(other.params[name]), (own.primitive.name, name)
+        bodies = [[from_jaxpr(jaxpr) for _, jaxpr in compat.sub_jaxprs(eqn)] for eqn in (whole, own, other)]
+        for inside in zip(*bodies, strict=True):
+            same_program(*inside)
 
 
 def reasons(analysis: Analysis) -> str:

@@ -49,5 +49,17 @@ def test_it_runs_and_its_table_is_written(name, cases, tmp_path):
     assert {line.count("|") for line in (header, rule, *lines)} == {header.count("|")}
 
 
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_training_steps_overlap(name, tmp_path, monkeypatch):
+    """The same gradients as XLA's, up to the rounding of bfloat16 where XLA fuses otherwise."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    path = tmp_path / "kept.json"
+    printed = run(f"{name}_overlap", "--quick", f"--json={path}")
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["case"] == f"{name}-16"
+    assert row["difference"] < 2**-8
+    assert printed.startswith(row["case"])
+
+
 def test_the_plan_for_the_sanitizer():
     assert run("sanitize").startswith("5 calls on 3 streams; largest relative difference from XLA")

@@ -230,7 +230,7 @@ def test_tracing_takes_no_copies_of_the_weights(monkeypatch):
     assert sum(sizes) < 2 * max(leaf.nbytes for leaf in jax.tree.leaves((ws, x)))
 
 
-@pytest.mark.parametrize("captured", [0, 3])
+@pytest.mark.parametrize("captured", [0, 1])
 def test_without_memory_a_call_says_what_to_do_and_the_next_one_runs(captured, monkeypatch):
     """Also where some partitions have been captured already: their captures must not be in the way."""
     run, ws, x = dispatched(), weights(), rows()

@@ -1,6 +1,7 @@
 """The table of where kernels measured faster."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,14 @@ def test_recording_adds_and_replaces():
 def test_it_is_kept(tmp_path):
     measured.save(TABLE, tmp_path / "table.json")
     assert measured.load(tmp_path / "table.json") == TABLE
+
+
+def test_the_shipped_table_says_what_the_kept_results_say():
+    kept = json.loads((Path(__file__).parents[2] / "examples/benchmarks/results/kernels.json").read_text())
+    for row in kept["rows"]:
+        kernel, _, shape = row["case"].partition("-")
+        faster = row["equal"] and row["best_xla_us"] / row["ours_us"] >= measured.MARGIN
+        assert measured.worthwhile(kernel, kept["device"], [int(n) for n in shape.split("x")]) is faster, row["case"]
 
 
 def test_the_shipped_table_is_well_formed():

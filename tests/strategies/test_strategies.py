@@ -220,12 +220,17 @@ def test_training_a_mixture_of_experts(strategy, moe_mesh):
 # -- as tutorials --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_strategy_reads_as_a_tutorial(strategy):
-    """At most a page, in a file of its own that says what it is and uses nothing but the public interface."""
+@pytest.mark.parametrize("name", df.strategies.__all__)
+def test_each_strategy_reads_as_a_tutorial(name):
+    """At most a page, in a file of its own that says what it is and uses nothing but the public interface.
+
+    And functions that replace operators, which are no part of it.
+    """
+    strategy = getattr(df.strategies, name)
     source = inspect.getsource(inspect.getmodule(strategy))
     assert len(source.splitlines()) <= 60
     imports = [line for line in source.splitlines() if "dynaflow_jax" in line and line.startswith(("from", "import"))]
+    imports = [line for line in imports if not line.startswith("from dynaflow_jax.collective_matmul import ")]
     assert len(imports) == 1
     assert imports[0].startswith("from dynaflow_jax.schedule import ")
     assert inspect.getmodule(strategy).__doc__

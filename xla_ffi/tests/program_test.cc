@@ -31,7 +31,8 @@ TEST(Decode, RefusesForeignBytes) {
 TEST(Decode, RefusesAnotherVersion) {
   std::string bytes = Encode(FullProgram());
   bytes[8] = 9;
-  EXPECT_THAT(Decode(bytes).status().message(), HasSubstr("version 9, but this library reads version 2"));
+  EXPECT_THAT(Decode(bytes).status().message(),
+              HasSubstr(StrCat("version 9, but this library reads version ", kProgramVersion)));
 }
 
 TEST(Decode, RefusesEveryTruncation) {
