@@ -332,14 +332,14 @@ class Binding(abc.ABC):
 
         rows = exchange.rows
         width = size // rows.count
-        pitches = [width * n if apart else width for apart in (rows.source, rows.target)]
-        spans = [pitch * (rows.count - 1) + width for pitch in pitches]
+        source_pitch, target_pitch = (width * n if apart else width for apart in (rows.source, rows.target))
+        sent, arriving = (pitch * (rows.count - 1) + width for pitch in (source_pitch, target_pitch))
 
         def copy(receiver: int) -> wire.Command:
             device = group[receiver]
-            read = wire.Range(wire.MEMORY, 0, self.at(exchange.reads[0]) + stride * receiver, spans[0])
-            write = wire.Range(wire.MEMORY, 0, self._arrival(device, index, me, receiver), spans[1])
-            shape = (rows.count, *pitches)
+            read = wire.Range(wire.MEMORY, 0, self.at(exchange.reads[0]) + stride * receiver, sent)
+            write = wire.Range(wire.MEMORY, 0, self._arrival(device, index, me, receiver), arriving)
+            shape = (rows.count, source_pitch, target_pitch)
             return wire.Command(wire.COPY, stream, name, self.devices().index(device), (read,), (write,), shape)
 
         if exchange.pattern is Pattern.PERMUTE:
@@ -361,7 +361,7 @@ class Binding(abc.ABC):
             if exchange.in_place:
                 arrived = self._range(exchange.writes[sender])
             else:
-                arrived = wire.Range(wire.MEMORY, 0, self._arrival(self.device, index, sender, me), spans[1])
+                arrived = wire.Range(wire.MEMORY, 0, self._arrival(self.device, index, sender, me), arriving)
             released = self._released_by(index) if sender == senders[-1] else ()
             commands.append(self._await(stream, name, group[sender], first + sender, (arrived, *released)))
         return commands
