@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -101,20 +102,24 @@ class Plan:
         except ScheduleError as error:
             raise PlanError(f"The plan does not fit the function: {error}") from error
 
-    def show(self, width: int = 38) -> str:
+    def show(self, width: int | None = None) -> str:
         """The plan as a timeline of text: streams side by side, time downwards.
 
         Every step takes one line and starts as early as the streams and what it reads allow, so what stands on one
         line can run at once. What is inside a loop is indented below it.
 
         Args:
-          width: characters per stream.
+          width: characters per stream; by default as many as the longest name has, at most the terminal's.
         """
-        rows = " + ".join(map(str, self.sizes))
-        batches = "1 micro-batch" if len(self.sizes) == 1 else f"{len(self.sizes)} micro-batches"
+        split = "not split"
+        if len(self.sizes) > 1:
+            split = f"{len(self.sizes)} micro-batches of {' + '.join(map(str, self.sizes))} rows"
         count = _count(self.steps)
-        head = f"Plan of {self.strategy}: {batches} of {rows} rows, {count} steps, "
+        head = f"Plan of {self.strategy}: {split}, {count} steps, "
         streams = self.streams
+        if width is None:
+            names = [*streams, *_texts(self.steps, "")]
+            width = min(max(map(len, names), default=1), shutil.get_terminal_size().columns)
         head += f"{len(streams)} stream{'s' * (len(streams) != 1)}"
         lines = [head, "  ".join(name.ljust(width) for name in streams).rstrip()]
         lines.append("  ".join("-" * width for _ in streams))
@@ -134,6 +139,14 @@ def _streams(steps: tuple[Step, ...]) -> list[str]:
 
 def _count(steps: tuple[Step, ...]) -> int:
     return sum(1 + (_count(step.body) if step.body else 0) for step in steps)
+
+
+def _texts(steps: tuple[Step, ...], indent: str) -> list[str]:
+    """What a timeline says of each step that has a stream of its own."""
+    found = []
+    for step in steps:
+        found += [indent + str(step)] if step.body is None else _texts(step.body, indent + "  ")
+    return found
 
 
 def levels(steps: tuple[Step, ...]) -> list[int]:

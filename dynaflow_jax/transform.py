@@ -916,6 +916,11 @@ def _mixing_message(sites: Sequence[MixingSite], batch_size: int, size: int) -> 
         "Let the strategy's split return the whole batch, or, if every micro-batch may do this for itself, pass "
         f"allow_batch_mixing=({_names(sites[0])[0]!r},) to dynaflow."
     )
+    if guards := [site for site in sites if site.guards]:
+        lines.append(
+            f"If {guards[0].primitive} guards the division in a mean over weighted or masked rows, as in "
+            "(x * mask).sum() / max(mask.sum(), 1), pass out_axes='mean' and weights= a function of them as well."
+        )
     if size == 1:
         lines.append(
             "At one row JAX may trace other operations than at several: try micro-batches of at least two rows."

@@ -84,7 +84,7 @@ def test_shown_on_one_stream():
     assert flow_of("simple").plan(W, X).show(width=8) == (
         "Plan of Split(): 2 micro-batches of 3 + 5 rows, 4 steps, 1 stream\ncompute\n--------\na[0]\na[1]\nb[0]\nb[1]"
     )
-    assert str(flow_of("whole").plan(W, X)).startswith("Plan of Split(): 1 micro-batch of 8 rows, 2 steps, 1 stream\n")
+    assert str(flow_of("whole").plan(W, X)).startswith("Plan of Split(): not split, 2 steps, 1 stream\n")
 
 
 def test_shown_on_two_streams():
@@ -103,6 +103,15 @@ def test_shown_on_two_streams():
         "…[0] + b[0])",
         "              …[1] + b[1])",
     ]
+
+
+def test_shown_in_columns_as_wide_as_the_longest_name(monkeypatch):
+    plan = flow_of("replaced").plan(W, X)
+    assert plan.show() == str(plan)
+    assert plan.show().splitlines()[2] == "  ".join(["-" * max(map(len, map(str, plan.steps)))] * 2)
+    assert "…" not in plan.show()
+    monkeypatch.setenv("COLUMNS", "12")
+    assert plan.show() == plan.show(width=12)
 
 
 def test_shown_with_a_loop():

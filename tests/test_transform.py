@@ -392,6 +392,8 @@ def test_masked_means_without_any_row():
     assert jnp.isnan(of_rows(masked_mean, **options)(X, jnp.zeros(8)))
     guarded = lambda x, mask: (x * mask[:, None]).sum() / jnp.maximum(mask.sum(), 1)  # noqa: E731
     assert of_rows(guarded, **options)(X, jnp.zeros(8)) == 0
+    with pytest.raises(df.BatchMixingError, match=r"allow_batch_mixing=(.|\n)*out_axes='mean' and weights= a function"):
+        of_rows(guarded).plan(X, jnp.zeros(8))
 
 
 def test_masked_means_need_weights():

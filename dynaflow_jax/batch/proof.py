@@ -55,6 +55,7 @@ class MixingSite:
       reason: what it does, in one clause: "reduces over the batch with max".
       source: the line of the user's code, as `compat.source_line` has it.
       name_stack: the scopes around the equation, outermost first, those of enclosing equations included.
+      guards: whether it is an operation on a sum over the batch and a constant, such as guards a division by the sum.
     """
 
     eqn: Any
@@ -62,6 +63,7 @@ class MixingSite:
     reason: str
     source: str
     name_stack: tuple[tuple[str, bool], ...]
+    guards: bool = False
 
     def __str__(self) -> str:
         entries = [name for name, is_transform in self.name_stack if not is_transform]
@@ -176,13 +178,13 @@ class ProofContext:
             raise Mixing("draws over the batch inside a branch, or inside a loop of unknown length")
         self.draws[id(eqn)] = eqn
 
-    def report(self, eqn: Any, reason: str) -> bool:
+    def report(self, eqn: Any, reason: str, guards: bool = False) -> bool:
         """Note a mixing site, unless it is allowed; returns whether it is."""
         if eqn is None:
             site = MixingSite(None, "interface", reason, "", self._path)
         else:
             scopes = self._path + compat.scopes(compat.name_stack(eqn))
-            site = MixingSite(eqn, eqn.primitive.name, reason, compat.source_line(eqn) or self._source, scopes)
+            site = MixingSite(eqn, eqn.primitive.name, reason, compat.source_line(eqn) or self._source, scopes, guards)
         allowed = self.allow(site)
         if not (allowed or self._quiet):
             self.sites.setdefault((id(eqn), reason, site.name_stack), site)  # a loop is walked more than once
@@ -370,10 +372,11 @@ class ProofContext:
                 for f, p, out in zip(full.outvars, part.outvars, outs, strict=True)
             ]
         except Mixing as mixing:
-            if self.report(part, str(mixing)) and part.primitive.name in _GUARDS:
-                totals = [state for state in states if type(state) is Total]
-                if len(totals) == 1 and all(type(state) in (Total, Invariant) for state in states):
-                    return totals
+            guarded = [state for state in states if type(state) is Total]
+            guards = part.primitive.name in _GUARDS and len(guarded) == 1
+            guards = guards and all(type(state) in (Total, Invariant) for state in states)
+            if self.report(part, str(mixing), guards) and guards:
+                return guarded
             return [self.guess(f, p) for f, p in zip(full.outvars, part.outvars, strict=True)]
 
     def _apply(self, full: Any, part: Any, states: Sequence[State], live: set[Any]) -> Sequence[State]:
