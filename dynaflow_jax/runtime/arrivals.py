@@ -114,7 +114,7 @@ class _Buffer:
 
 
 def slot_size(work: Work, exchange: Exchange) -> int:
-    """Bytes from one sender's place to the next, for an exchange whose values are apart."""
+    """Bytes that one of the values which an exchange gives takes: from one sender's place to the next, if apart."""
     return -(-work.values[exchange.writes[0]].size // ALIGNMENT) * ALIGNMENT
 
 
@@ -130,10 +130,7 @@ def layout(work: Work) -> Layout:
         num_flags += work.group_size(exchange.axes)
         if exchange.in_place:
             continue
-        if exchange.is_apart:
-            needed = slot_size(work, exchange) * (len(exchange.writes) - 1)
-        else:
-            needed = -(-work.values[exchange.writes[0]].size // ALIGNMENT) * ALIGNMENT
+        needed = slot_size(work, exchange) * (len(exchange.writes) - 1 if exchange.is_apart else 1)
         # Whoever gets nothing in a permutation has zeros, in memory that nobody writes to.
         reusable = history.reaches_all(exchange) and not history.kept & set(exchange.writes)
         buffer = next(

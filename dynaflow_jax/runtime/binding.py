@@ -88,7 +88,7 @@ class Binding(abc.ABC):
             inputs = [self.allocate(max(work.inputs, default=0))] * len(self.moving)
         self._bases = list(inputs)
         self._address: dict[int, int] = {}
-        used = {work.base(value)[0] for operation in work.operations for value in (*operation.reads, *operation.writes)}
+        used = set[int]().union(*map(work.bases, work.operations))
         used |= {work.base(value)[0] for _, parts in work.outputs for value, _ in parts}
         self._entered = sorted({index for value in used if (index := work.values[value].input) is not None})
         for i in self._entered:
