@@ -839,7 +839,7 @@ class Resolved:
             raise DynaFlowError(f"{self.flow!r}.prepare takes arrays of JAX's, whose addresses it asks for.")
         (device,) = values[0].devices() if values else [None]
         try:
-            binder.bind([(compat.ordinal(device), [compat.address(value) for value in values], [])])
+            binder.prepare(compat.ordinal(device), [compat.address(value) for value in values])
         except Exception as error:
             self._binder = self._run_dispatched = None
             self._fall_back(error)

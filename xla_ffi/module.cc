@@ -253,6 +253,13 @@ NB_MODULE(_dispatch, m) {
         Raise(Registry::Global().Free(id));
       },
       "plan"_a, "Frees a plan; runs under way finish first.");
+  m.def(
+      "forget_programs",
+      [](int64_t id) {
+        nb::gil_scoped_release nogil;
+        ValueOrRaise(Registry::Global().Find(id))->Forget();
+      },
+      "plan"_a, "Forgets a plan's programs, so that the next call is a miss; runs under way finish first.");
   m.def("plan_stats", &PlanStats, "plan"_a);
   m.def("add_host_program", &AddHostProgram, "plan"_a, "device"_a, "program"_a, "partitions"_a,
         "order_overlaps"_a = false, "keep_alive"_a.none() = nb::none(),

@@ -31,6 +31,8 @@ class ProgramSets {
 
   // Forgets sets that were begun and not completed.
   [[nodiscard]] std::list<Set> DropIncomplete();
+  // Forgets all sets.
+  [[nodiscard]] std::list<Set> DropAll() { return std::exchange(sets_, {}); }
 
   // The program for a call of a plan of one participant, or null.
   std::shared_ptr<Executor> Find(const Call& call);

@@ -19,6 +19,13 @@ void Plan::Add(int device, std::shared_ptr<Executor> executor) {
   for (const auto& set : gone) stats_.evictions += set.size();
 }
 
+void Plan::Forget() {
+  std::list<ProgramSets::Set> gone;  // destroyed after the lock, like the above
+  std::lock_guard lock(mutex_);
+  gone = programs_.DropAll();
+  for (const auto& set : gone) stats_.evictions += set.size();
+}
+
 std::shared_ptr<Executor> Plan::Find(const Call& call) {
   std::lock_guard lock(mutex_);
   return programs_.Find(call);

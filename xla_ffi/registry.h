@@ -39,6 +39,8 @@ class Plan {
 
   // Programs that run together are to be added one after the other, one for each device.
   void Add(int device, std::shared_ptr<Executor> executor);
+  // Forgets all programs; runs under way finish first.
+  void Forget();
   Status Run(Call call);
 
   struct Stats {

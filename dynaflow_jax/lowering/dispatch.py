@@ -38,7 +38,7 @@ class Inputs:
     Attributes:
       avals: their types.
       own: for each micro-batch, what it has of each.
-      moving: whether each is expected at another address in every call.
+      moving: whether each is likely to be at another address in every call.
       shards: over how many devices the batch is sharded.
       weights: from a micro-batch's inputs to its weight in means, or ``None``.
       mesh: the sizes of the mesh axes around the function, outermost first; empty on a single device.

@@ -242,7 +242,7 @@ class Builder:
         """What was put together, compiled to StableHLO.
 
         Args:
-          moving: whether each input is expected at another address in every call.
+          moving: whether each input is likely to be at another address in every call.
         """
         sizes = [self._values[i].size for i in self.inputs]
         moving = list(moving)

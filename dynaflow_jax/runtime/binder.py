@@ -35,8 +35,8 @@ class Binder:
       devices: the ordinals of the devices that may call.
       plan: the executor's number of the plan.
 
-    Inputs that are not split (weights, mostly) are read in place, at their address; a call that brings others is
-    bound again. An input whose address keeps changing is copied into the pool from then on.
+    Inputs are read in place, at their address; a call that brings others is bound again. An input whose address keeps
+    changing is copied into the pool from then on: one that is split at its second address, weights at their third.
 
     With ``DYNAFLOW_SERIAL=1`` in the environment, the same operations run one after the other: equal results then tell
     a rounding (another fusion, another matrix product) from a race.
@@ -48,7 +48,7 @@ class Binder:
         self.platform = platform
         self.plan = extension.module.create_plan(self.bind, capacity, work.participants, TIMEOUT_S)
         self._free = extension.module.free_plan
-        self._moving = list(work.moving)
+        self._moving = [False] * len(work.inputs)
         self._seen: dict[int, list[Sequence[int]]] = {}  # addresses of earlier bindings, by device
         self._executables: dict[tuple[str, str, int], Any] = {}
         self._layout = arrivals.layout(work)
@@ -71,8 +71,8 @@ class Binder:
         The executor calls this when it has none, with the calls of all devices that run the plan together.
         """
         with _capturing, _explaining_memory(self.work.name):
-            for device, inputs, _ in calls:
-                self._note(device, inputs)
+            if any([self._note(device, inputs) for device, inputs, _ in calls]):
+                extension.module.forget_programs(self.plan)  # their memory is better used
             if self.work.mesh:
                 self._team = self._team or self._meet(calls)
             bindings = {device: self._binding(device, inputs) for device, inputs, _ in calls}
@@ -84,6 +84,11 @@ class Binder:
                 keep = [binding.owners() for binding in bindings.values()]
                 for binding in bindings.values():
                     binding.add(self.plan, keep)
+
+    def prepare(self, device: int, inputs: Sequence[int]) -> None:
+        """Adds a program ahead of the first call, which brings other rows, and so probably at other addresses."""
+        self._moving = list(self.work.moving)
+        self.bind([(device, inputs, [])])
 
     def rehearse(self) -> None:
         """Compiles every partition, and captures it on memory of no meaning, to find out whether all can be.
@@ -106,14 +111,16 @@ class Binder:
         team = None if inputs is None else self._team
         return made(self.work, device, inputs, self._moving, team, self._serial, executables=self._executable)
 
-    def _note(self, device: int, inputs: Sequence[int]) -> None:
-        """Keeps the addresses of a call, and sees which inputs keep moving."""
+    def _note(self, device: int, inputs: Sequence[int]) -> bool:
+        """Keeps the addresses of a call; says whether an input turns out to move."""
         seen = self._seen.setdefault(device, [])
+        before = list(self._moving)
         for i, address in enumerate(inputs):
-            # Twice elsewhere is a habit, once may be a new set of weights.
-            if len({old[i] for old in seen} | {address}) > 2:
+            # For weights twice elsewhere is a habit, once may be a new set of them.
+            if len({old[i] for old in seen} | {address}) > (1 if self.work.moving[i] else 2):
                 self._moving[i] = True
         seen.append(tuple(inputs))
+        return self._moving != before
 
     def _meet(self, calls: Sequence[Call]) -> Team:
         """Who is who in the mesh, as the last input of each device's call says; and the memory they share."""

@@ -155,7 +155,7 @@ class Work:
       values: what operations read and write.
       operations: in the plan's order.
       inputs: bytes of each input of the custom call.
-      moving: whether an input is expected at another address in every call.
+      moving: whether an input is likely to be at another address in every call.
       outputs: for each output its size, and which values it is put together of, each at an offset in bytes.
       mesh: the sizes of the mesh axes, outermost first, if devices communicate; the last input is the device's
         position among all of them.

@@ -120,6 +120,11 @@ TEST(Plan, KeepsAProgramForEachAddressAndForgetsTheOldest) {
   EXPECT_EQ(plan.stats().evictions, 2u);
   EXPECT_EQ(plan.stats().programs, 3u);
   EXPECT_EQ(plan.stats().runs, 8u);
+  plan.Forget();
+  EXPECT_EQ(plan.stats().evictions, 5u);
+  EXPECT_EQ(plan.stats().programs, 0u);
+  run(&b);
+  EXPECT_EQ(captures, 6);
 }
 
 TEST(Plan, CapturesOnceForThreadsThatMissTogether) {
