@@ -66,7 +66,7 @@ def _limits(x: Any, weights: Any, sizes: Any) -> Support:
 
 
 def grouped_matmul(
-    x: jax.Array, weights: jax.Array, sizes: jax.Array, *, stages: int = 4, panel: int = 8, interpret: bool = False
+    x: jax.Array, weights: jax.Array, sizes: jax.Array, *, stages: int = 6, panel: int = 8, interpret: bool = False
 ) -> jax.Array:
     """Each row of ``x`` times the weights of its group. Differentiable in ``x`` and ``weights``.
 

@@ -339,13 +339,18 @@ def _captured(fun: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
     """A function whose kernels are captured when it runs: a capture begins before the first and ends after the last."""
     token = jax.ShapeDtypeStruct((), jnp.int32)
     begin = jax.ffi.ffi_call("dynaflow_capture_begin", token, has_side_effect=True)
-    end = jax.ffi.ffi_call("dynaflow_capture_end", token, has_side_effect=True)
 
     def captured(*args: Any) -> list[Any]:
         started = begin(*args)
         args, started = jax.lax.optimization_barrier((args, started))
-        results = jax.lax.optimization_barrier(list(fun(*args)))
-        return [*results, end(*results)]
+        results = list(fun(*args))
+        # XLA gives every output memory of its own and rows in order, by copies if it must: of an output that is an
+        # input's view, say, or another output's. They belong into the capture, so it is its end that gives the outputs.
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
+        in_place = {i: i for i in range(len(results))}
+        return jax.ffi.ffi_call("dynaflow_capture_end", types, has_side_effect=True, input_output_aliases=in_place)(
+            *results
+        )
 
     return captured
 

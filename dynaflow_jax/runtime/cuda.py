@@ -50,7 +50,7 @@ class CudaBinding(Binding):
 
     def make(self, partition: Partition) -> None:
         """See ``Binding``."""
-        self._alive.update(zip(partition.writes, self._captured(partition), strict=False))
+        self._alive.update(zip(partition.writes, self._captured(partition), strict=True))
 
     def owners(self) -> list[Any]:
         """See ``Binding``."""
@@ -85,7 +85,7 @@ class CudaBinding(Binding):
                 result.block_until_ready()
             outputs = extension.module.capture_info(number)["outputs"]
         self.keep.append(executable)  # its kernels and constants are the graph's
-        for i, result, address in zip(partition.writes, results, outputs, strict=False):
+        for i, result, address in zip(partition.writes, results, outputs, strict=True):
             if result.unsafe_buffer_pointer() != address:
                 raise DynaFlowError(f"{partition.name} could not be captured: XLA copies its results.")
             self.assign(i, address)
@@ -129,4 +129,4 @@ def check_capturable(text: str, name: str) -> None:
         if '"dynaflow_capture_' in line:
             inside = '"dynaflow_capture_begin"' in line
         elif not inside and (found := _INSTRUCTION.match(line)) and found[1] not in _IDLE:
-            raise DynaFlowError(f"{name} cannot be captured: XLA moved a {found[1]} out of the capture.")
+            raise DynaFlowError(f"{name} cannot be captured: XLA moved a {found[1]} out of the capture: {line.strip()}")

@@ -175,6 +175,35 @@ def test_what_cannot_be_captured_is_lowered_to_xla():
         close(jax.jit(flow)(ws, x), jax.jit(model)(ws, x))
 
 
+def test_outputs_that_xla_would_copy():
+    """Views of inputs, equal values, other layouts and constants: their copies have to be in the capture."""
+
+    class Apart(df.OpScheduler):
+        def schedule(self, ctx):
+            while ops := ctx.get_ready_ops():
+                for op in ops:
+                    ctx.execute(op, stream=op.name)
+
+    def fun(w, x):
+        with df.mark("first"):
+            y = jnp.tanh(x)
+        with df.mark("second"):
+            views = x.reshape(-1), x.T.reshape(x.shape), w[3:7], y.reshape(-1, 2)
+            equal = jnp.sin(y), jnp.sin(y), jnp.sin(y).reshape(-1)
+            across = (y @ w).T, jnp.einsum("ab,bc->ca", y, w)
+            constant = jnp.ones_like(y), jnp.zeros(7)
+        with df.mark("third"):
+            total = sum(jnp.sum(value**2) for value in (*views, *equal, *across, *constant))
+        return total, views, equal, across, constant
+
+    w, x = jnp.linspace(0, 1, 64 * 32).reshape(64, 32), jnp.linspace(-1, 1, 16 * 64).reshape(16, 64)
+    for scale in (1.0, 2.0):
+        got = dispatched(fun, Apart(), batch_axes=None)(w, x * scale)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-3), got, jax.jit(fun)(w, x * scale)
+        )
+
+
 def test_data_dependent_loop_is_lowered_to_xla():
     def search(ws, x):
         with df.mark("search"):
