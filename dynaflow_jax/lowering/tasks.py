@@ -15,6 +15,7 @@ import numpy as np
 
 from dynaflow_jax import compat
 from dynaflow_jax.errors import DynaFlowError
+from dynaflow_jax.lowering.capture import captured
 from dynaflow_jax.runtime.precedence import predecessors
 from dynaflow_jax.runtime.work import ALIGNMENT, Exchange, Operation, Partition, Value, Where, Work
 
@@ -304,9 +305,9 @@ class Builder:
         def on_memory(*args: Any) -> list[Any]:
             return [to_bits(x) for x in operation.compute(*map(from_bits, args, avals))]
 
-        body = on_memory if self.platform == "cpu" else _captured(on_memory)
         shapes = [jax.ShapeDtypeStruct(*physical(aval)) for aval in avals]
         try:
+            body = on_memory if self.platform == "cpu" else captured(on_memory, shapes)
             # Arguments that a partition does not use stay arguments, so that its signature is what it reads.
             lowered = jax.jit(body, keep_unused=True).lower(*shapes)
         except Exception as error:
@@ -333,26 +334,6 @@ def _fingerprint(text: str) -> str:
     for i, name in enumerate(dict.fromkeys(_PRIVATE.findall(text))):
         text = re.sub(rf"@{re.escape(name)}(?=\()", f"@f{i}", text)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _captured(fun: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
-    """A function whose kernels are captured when it runs: a capture begins before the first and ends after the last."""
-    token = jax.ShapeDtypeStruct((), jnp.int32)
-    begin = jax.ffi.ffi_call("dynaflow_capture_begin", token, has_side_effect=True)
-
-    def captured(*args: Any) -> list[Any]:
-        started = begin(*args)
-        args, started = jax.lax.optimization_barrier((args, started))
-        results = list(fun(*args))
-        # XLA gives every output memory of its own and rows in order, by copies if it must: of an output that is an
-        # input's view, say, or another output's. They belong into the capture, so it is its end that gives the outputs.
-        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
-        in_place = {i: i for i in range(len(results))}
-        return jax.ffi.ffi_call("dynaflow_capture_end", types, has_side_effect=True, input_output_aliases=in_place)(
-            *results
-        )
-
-    return captured
 
 
 # -- tasks that become one -------------------------------------------------------------------------------------------

@@ -1,0 +1,105 @@
+"""A partition's function between the begin and the end of a capture, with every kernel inside.
+
+XLA does some copying on its own: no output may share memory with an input, a constant or another output, and what is
+written in place must not be an input. Such copies belong into the capture, or replaying it would miss them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dynaflow_jax import compat
+
+# What XLA may give as its operand's memory under another type, if it has as many elements.
+_VIEWS = frozenset(
+    "reshape squeeze expand_dims transpose broadcast_in_dim bitcast_convert_type copy copy_p optimization_barrier "
+    "pvary pcast name layout_constraint".split()
+)
+# What XLA writes into its first operand's memory.
+_IN_PLACE = frozenset(
+    "dynamic_update_slice scatter scatter-add scatter-mul scatter-min scatter-max scatter_add".split()
+)
+_CALLS = frozenset("pjit jit closed_call core_call custom_jvp_call custom_vjp_call remat2 checkpoint".split())
+
+
+def captured(fun: Callable[..., Sequence[Any]], shapes: Sequence[Any]) -> Callable[..., list[Any]]:
+    """A function whose kernels are captured when it runs: a capture begins before the first and ends after the last.
+
+    Args:
+      fun: gives a sequence of arrays.
+      shapes: the types of its arguments.
+    """
+    program = jax.make_jaxpr(fun)(*shapes)
+    token = jax.ShapeDtypeStruct((), jnp.int32)
+    begin = jax.ffi.ffi_call("dynaflow_capture_begin", token, has_side_effect=True)
+
+    def run(*args: Any) -> list[Any]:
+        started = begin(*args)
+        args, started = jax.lax.optimization_barrier((args, started))
+        results = _evaluate(program, args, started)
+        # The end gives the outputs, in place, so that they have memory of their own and rows in order before it.
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
+        in_place = {i: i for i in range(len(results))}
+        end = jax.ffi.ffi_call("dynaflow_capture_end", types, has_side_effect=True, input_output_aliases=in_place)
+        return end(*results)
+
+    return run
+
+
+def _evaluate(program: Any, args: Sequence[Any], started: jax.Array) -> list[Any]:
+    """The function's results; views of inputs and constants are copied where they are given or written to."""
+    jaxpr = compat.open_jaxpr(program)
+    outside = _Outside(jaxpr, [True] * len(jaxpr.invars))
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if compat.is_literal(atom) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        values = [read(atom) for atom in eqn.invars]
+        if eqn.primitive.name in _IN_PLACE and outside.has(eqn.invars[0]):
+            values[0] = _copied(values[0], started)
+        env.update(zip(eqn.outvars, compat.bind(eqn, *values), strict=True))
+    return [_copied(read(atom), started) if outside.has(atom) else read(atom) for atom in jaxpr.outvars]
+
+
+def _copied(value: Any, started: jax.Array) -> Any:
+    """A copy that XLA cannot take for its original, and can only make once the capture has begun."""
+    value = jnp.asarray(value)
+    return jnp.where(started > 0, value, jax.lax.optimization_barrier(value))
+
+
+class _Outside:
+    """Which variables' memory may be there before the first kernel: inputs, constants, and views of either.
+
+    Args:
+      jaxpr: whose variables.
+      given: for each of its inputs, whether it is.
+    """
+
+    def __init__(self, jaxpr: Any, given: Sequence[bool]):
+        self._vars = {var for var, outside in zip(jaxpr.invars, given, strict=True) if outside} | set(jaxpr.constvars)
+        constant = set(jaxpr.constvars)  # what depends on no input can be computed before the capture begins
+        for eqn in jaxpr.eqns:
+            if all(compat.is_literal(atom) or atom in constant for atom in eqn.invars):
+                constant.update(eqn.outvars)
+                self._vars.update(eqn.outvars)
+            elif eqn.primitive.name in _VIEWS:
+                pairs = zip(eqn.outvars, eqn.invars, strict=False)  # further operands are sizes
+                self._vars.update(var for var, of in pairs if self.has(of) and var.aval.size == of.aval.size)
+            elif eqn.primitive.name in _CALLS:
+                for _, body in compat.sub_jaxprs(eqn):
+                    inner = compat.open_jaxpr(body)
+                    if len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars):
+                        within = _Outside(inner, [self.has(atom) for atom in eqn.invars])
+                        pairs = zip(eqn.outvars, inner.outvars, strict=True)
+                        self._vars.update(var for var, own in pairs if within.has(own))
+
+    def has(self, atom: Any) -> bool:
+        """Whether a variable or literal is."""
+        return compat.is_literal(atom) or atom in self._vars

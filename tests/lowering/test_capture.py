@@ -1,0 +1,52 @@
+"""What a captured partition copies, so that XLA has nothing to copy outside of the capture."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dynaflow_jax.lowering import capture
+
+X, W = jnp.arange(12.0).reshape(3, 4), jnp.linspace(0, 1, 20).reshape(4, 5)
+
+
+def copies(fun, *args):
+    """How many values are copied; the results must be the function's, whatever the token holds."""
+    program = jax.make_jaxpr(fun)(*args)
+    evaluate = lambda started: capture._evaluate(program, args, started)  # noqa: E731
+    for started in (-1, 0, 1):
+        jax.tree.map(np.testing.assert_array_equal, evaluate(jnp.int32(started)), list(fun(*args)))
+    count = lambda jaxpr: sum("select_n" in str(eqn) for eqn in jaxpr.eqns)  # noqa: E731
+    return count(jax.make_jaxpr(evaluate)(jnp.int32(0))) - count(program)
+
+
+@pytest.mark.parametrize(
+    ("fun", "expected"),
+    [
+        (lambda x, w: [x @ w, jnp.tanh(x)], 0),
+        (lambda x, w: [x, x @ w], 1),
+        (lambda x, w: [x.reshape(-1), x.T, x[None], w.reshape(5, 4)], 4),
+        (lambda x, w: [jnp.ones(3), jnp.arange(4) * 2, jnp.float32(1)], 3),
+        (lambda x, w: [(x + 1).reshape(-1), (x @ w).T], 0),
+        (lambda x, w: [jnp.broadcast_to(x, (2, 3, 4)), x[1:]], 0),  # kernels: no view is larger or smaller
+        (lambda x, w: jax.lax.optimization_barrier((x, jnp.tanh(w))), 1),
+        (lambda x, w: [jax.lax.dynamic_update_slice(x, w[:1, :2], (1, 1))], 1),
+        (lambda x, w: [x.at[1].set(0.0), jnp.tanh(x).at[1].add(2.0)], 1),
+        (lambda x, w: list(jax.jit(lambda x, w: (x, x @ w, w.reshape(-1)))(x, w)), 2),
+        (lambda x, w: list(jax.jit(lambda y, w: (y, w))(x + 1, w)), 1),
+        (lambda x, w: [jax.checkpoint(lambda x: x.reshape(-1))(x), jnp.sin(x)], 1),
+    ],
+    ids=str,
+)
+def test_views_and_constants_are_copied_and_nothing_else(fun, expected):
+    assert copies(fun, X, W) == expected
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "bfloat16", "float32", "complex64"])
+def test_copies_are_exact(dtype):
+    x = (X * 7).astype(dtype)
+    assert copies(lambda x: [x, x.reshape(-1)], x) == 2
+
+
+def test_nothing_is_left_to_compute_for_a_scalar_that_is_passed_on():
+    assert copies(lambda loss: [loss[None], loss * 2], jnp.float32(jnp.nan)) == 1
