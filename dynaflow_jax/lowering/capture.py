@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dynaflow_jax import compat
 
@@ -26,28 +27,52 @@ _IN_PLACE = frozenset(
 _CALLS = frozenset("pjit jit closed_call core_call custom_jvp_call custom_vjp_call remat2 checkpoint".split())
 
 
-def captured(fun: Callable[..., Sequence[Any]], shapes: Sequence[Any]) -> Callable[..., list[Any]]:
+_TOKEN = jax.ShapeDtypeStruct((), np.int32)
+
+
+def captured(fun: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
     """A function whose kernels are captured when it runs: a capture begins before the first and ends after the last.
+
+    Args:
+      fun: gives a sequence of arrays.
+
+    Returns:
+      A function with those results, and a token behind them.
+    """
+
+    def run(*args: Any) -> list[Any]:
+        args, _ = _begun(args)
+        results = jax.lax.optimization_barrier(list(fun(*args)))
+        return [*results, jax.ffi.ffi_call("dynaflow_capture_end", _TOKEN, has_side_effect=True)(*results)]
+
+    return run
+
+
+def enclosed(fun: Callable[..., Sequence[Any]], shapes: Sequence[Any]) -> Callable[..., list[Any]]:
+    """The same, with all copies inside, whatever the function gives: at the price that more may be copied.
 
     Args:
       fun: gives a sequence of arrays.
       shapes: the types of its arguments.
     """
     program = jax.make_jaxpr(fun)(*shapes)
-    token = jax.ShapeDtypeStruct((), jnp.int32)
-    begin = jax.ffi.ffi_call("dynaflow_capture_begin", token, has_side_effect=True)
 
     def run(*args: Any) -> list[Any]:
-        started = begin(*args)
-        args, started = jax.lax.optimization_barrier((args, started))
+        args, started = _begun(args)
         results = _evaluate(program, args, started)
         # The end gives the outputs, in place, so that they have memory of their own and rows in order before it.
         types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
         in_place = {i: i for i in range(len(results))}
         end = jax.ffi.ffi_call("dynaflow_capture_end", types, has_side_effect=True, input_output_aliases=in_place)
-        return end(*results)
+        return list(end(*results))
 
     return run
+
+
+def _begun(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], jax.Array]:
+    """The arguments as they are once a capture has begun, and what says so."""
+    started = jax.ffi.ffi_call("dynaflow_capture_begin", _TOKEN, has_side_effect=True)(*args)
+    return jax.lax.optimization_barrier((args, started))
 
 
 def _evaluate(program: Any, args: Sequence[Any], started: jax.Array) -> list[Any]:

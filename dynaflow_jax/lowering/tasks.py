@@ -15,7 +15,7 @@ import numpy as np
 
 from dynaflow_jax import compat
 from dynaflow_jax.errors import DynaFlowError
-from dynaflow_jax.lowering.capture import captured
+from dynaflow_jax.lowering.capture import captured, enclosed
 from dynaflow_jax.runtime.precedence import predecessors
 from dynaflow_jax.runtime.work import ALIGNMENT, Exchange, Operation, Partition, Value, Where, Work
 
@@ -306,10 +306,14 @@ class Builder:
             return [to_bits(x) for x in operation.compute(*map(from_bits, args, avals))]
 
         shapes = [jax.ShapeDtypeStruct(*physical(aval)) for aval in avals]
-        try:
-            body = on_memory if self.platform == "cpu" else captured(on_memory, shapes)
+
+        def lower(body: Callable[..., Any]) -> Any:
             # Arguments that a partition does not use stay arguments, so that its signature is what it reads.
-            lowered = jax.jit(body, keep_unused=True).lower(*shapes)
+            return jax.jit(body, keep_unused=True).lower(*shapes)
+
+        on_cpu = self.platform == "cpu"
+        try:
+            lowered = lower(on_memory if on_cpu else captured(on_memory))
         except Exception as error:
             raise DynaFlowError(f"{operation.name} cannot be compiled on its own: {error}") from error
         module = compat.module_bytecode(lowered)
@@ -323,6 +327,7 @@ class Builder:
             operation.after,
             module,
             _fingerprint(lowered.as_text()),
+            None if on_cpu else lambda: compat.module_bytecode(lower(enclosed(on_memory, shapes))),
         )
 
 

@@ -71,7 +71,8 @@ class Binder:
         The executor calls this when it has none, with the calls of all devices that run the plan together.
         """
         with _capturing, _explaining_memory(self.work.name):
-            if any([self._note(device, inputs) for device, inputs, _ in calls]):
+            moved = [self._note(device, inputs) for device, inputs, _ in calls]
+            if any(moved):
                 extension.module.forget_programs(self.plan)  # their memory is better used
             if self.work.mesh:
                 self._team = self._team or self._meet(calls)
@@ -149,6 +150,8 @@ class Binder:
             client = private.client(self.platform, device, stream)
             with naming(partition.name, "compiled"):
                 executable = client.compile(partition.module)
+                if partition.enclosed is not None and cuda.outside_of_capture(compat.scheduled_text(executable)):
+                    executable = client.compile(partition.enclosed())
             if self.platform == "cuda":
                 cuda.check_capturable(compat.scheduled_text(executable), partition.name)
             self._executables[key] = executable

@@ -80,14 +80,16 @@ class CudaBinding(Binding):
         with naming(partition.name, "captured"):
             inputs = [self.view(client, self.work.values[i], self.at(i)) for i in partition.reads]
             extension.module.expect_capture(number)
-            results = client.run(executable, inputs)
+            results = client.run(executable, inputs)[: len(partition.writes)]
             for result in results:
                 result.block_until_ready()
             outputs = extension.module.capture_info(number)["outputs"]
         self.keep.append(executable)  # its kernels and constants are the graph's
         for i, result, address in zip(partition.writes, results, outputs, strict=True):
             if result.unsafe_buffer_pointer() != address:
-                raise DynaFlowError(f"{partition.name} could not be captured: XLA copies its results.")
+                raise DynaFlowError(
+                    f"{partition.name} could not be captured: XLA copies its result {self.work.values[i]}."
+                )
             self.assign(i, address)
         return results
 
@@ -115,6 +117,17 @@ _IDLE = frozenset({"parameter", "constant", "bitcast", "get-tuple-element", "tup
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?:\([^=]*?\)|[^\s(]+) ([\w\-]+)\(", re.MULTILINE)
 
 
+def outside_of_capture(text: str) -> str | None:
+    """The first instruction of a compiled module that runs before its capture begins or after it ends."""
+    inside = False
+    for line in text[text.index("\nENTRY ") :].splitlines()[1:]:
+        if '"dynaflow_capture_' in line:
+            inside = '"dynaflow_capture_begin"' in line
+        elif not inside and (found := _INSTRUCTION.match(line)) and found[1] not in _IDLE:
+            return line.strip()
+    return None
+
+
 def check_capturable(text: str, name: str) -> None:
     """Raises if a compiled module does something that its capture would not see, or that cannot be captured.
 
@@ -124,9 +137,5 @@ def check_capturable(text: str, name: str) -> None:
     for opcode in ("while", "conditional", "infeed", "outfeed", "send", "recv"):
         if f" {opcode}(" in text:
             raise DynaFlowError(f"{name} cannot be captured: it holds a {opcode}.")
-    inside = False
-    for line in text[text.index("\nENTRY ") :].splitlines()[1:]:
-        if '"dynaflow_capture_' in line:
-            inside = '"dynaflow_capture_begin"' in line
-        elif not inside and (found := _INSTRUCTION.match(line)) and found[1] not in _IDLE:
-            raise DynaFlowError(f"{name} cannot be captured: XLA moved a {found[1]} out of the capture: {line.strip()}")
+    if moved := outside_of_capture(text):
+        raise DynaFlowError(f"{name} cannot be captured: XLA moved an instruction out of the capture: {moved}")

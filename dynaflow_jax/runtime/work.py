@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,7 @@ class Partition:
       after: indices of operations that must be over before it starts, beyond those whose values it reads.
       module: its StableHLO, as bytes.
       key: what equal modules have in common: one is compiled for all of them.
+      enclosed: gives the module for where XLA copies results after the first one's capture: it has copies inside.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Partition:
     after: tuple[int, ...]
     module: bytes
     key: str
+    enclosed: Callable[[], bytes] | None = None
 
 
 class Pattern(enum.Enum):
