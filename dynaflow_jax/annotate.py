@@ -144,7 +144,9 @@ class SplitModule:
     Attributes:
       target: a class (Flax Linen, Flax NNX, or any class whose instances are called; subclasses match too), or a
         regular expression that must match a module's path or its last components: ``r"layers_\d+/mlp"`` matches
-        the Linen and NNX modules ``layers_3/mlp`` and ``decoder/layers_3/mlp``.
+        the modules ``layers_3/mlp`` and ``decoder/layers_3/mlp`` (Flax Linen, Flax NNX, Equinox). Inside a
+        transformation that hands over copies of modules (``nnx.remat``, ``eqx.filter_jit``), one of several modules of
+        a class goes by what their paths have in common.
       name: the operator's name; by default the last component of the module's path.
       tags: the operator's tags.
     """
@@ -279,6 +281,18 @@ def _scope(name: str, tags: frozenset[str], rule: int | None) -> contextlib.Abst
     return jax.named_scope(Label(name, tags, next(_instances), rule).encode())
 
 
+# Encloses what a call of a function under ``jax.remat`` does.
+_CALL = re.compile(r"df:call#\d+")
+
+
+def is_call(scope: Any) -> bool:
+    """Whether a scope of the name stack tells one call of a function from others, for functions that JAX traces once.
+
+    What such a function computes forward is no call any more once it is differentiated; what it computes again is one.
+    """
+    return isinstance(scope, str) and _CALL.fullmatch(scope) is not None
+
+
 def is_labelling() -> bool:
     """Whether ``labelling`` is open in this thread: whether a scheduled function is being traced."""
     return _tracing.rules is not None
@@ -298,25 +312,33 @@ def labelling(rules: Rules) -> Iterator[None]:
                 _intercept_calls(stack, rules)
             if rules.funcs:
                 _intercept_derivatives(stack)
+            _intercept_remat(stack)
             yield
     finally:
         _tracing.rules, _tracing.modules = outer
 
 
-def _call_labelled(module: Any, path: str, call: Callable[[], Any], scope: str | None = None) -> Any:
-    """Calls a module, under a label if a rule names it."""
-    if any(module is active for active, _ in _tracing.modules):  # e.g. super().__call__: the same operator
-        return call()
+def _is_called(module: Any) -> bool:
+    """Whether a call of the module is under way, as in ``super().__call__``: it is the same operator then."""
+    return any(module is active for active, _ in _tracing.modules)
+
+
+def _call_labelled(module: Any, path: str, call: Callable[[], Any], at: str | None = None) -> Any:
+    """Calls a module, under a label if a rule names it.
+
+    Args:
+      module: the module.
+      path: where it is; empty for the outermost one, and where that is not known.
+      call: calls it.
+      at: the path that modules inside it are below, if not ``path``.
+    """
     outer = _tracing.modules
-    _tracing.modules = (*outer, (module, path))
+    _tracing.modules = (*outer, (module, path if at is None else at))
     try:
         for index, rule in _tracing.rules.modules if _tracing.rules else ():
             if rule.matches(module, path):
                 name = rule.name or path.rpartition("/")[2] or type(module).__name__
-                with contextlib.ExitStack() as stack:
-                    if scope:
-                        stack.enter_context(jax.named_scope(scope))
-                    stack.enter_context(_scope(name, rule.tags, index))
+                with _scope(name, rule.tags, index):
                     return call()
         return call()
     finally:
@@ -331,7 +353,8 @@ def _intercept_linen(stack: contextlib.ExitStack) -> None:
 
     def interceptor(next_fun, args, kwargs, context):
         module = context.module
-        if _tracing.rules is None or context.method_name == "setup" or _is_lifted(context.method_name):
+        is_its_own = context.method_name != "setup" and not _is_lifted(context.method_name)
+        if _tracing.rules is None or not is_its_own or _is_called(module):
             return next_fun(*args, **kwargs)
         return _call_labelled(module, "/".join(module.path), lambda: next_fun(*args, **kwargs))
 
@@ -344,27 +367,53 @@ def _is_lifted(method_name: str) -> bool:
 
 
 _patch_lock = threading.Lock()
-_patched: dict[type, tuple[int, Any]] = {}
+_patched: dict[Any, tuple[int, Any]] = {}  # how often, and what the owner had of its own
+
+
+# Classes whose instances are modules, found by their place among the attributes of their callers.
+_MODULE_CLASSES = (("flax.nnx", "Module"), ("equinox", "Module"))
 
 
 def _intercept_calls(stack: contextlib.ExitStack, rules: Rules) -> None:
     """Wraps ``__call__`` of the classes that rules name, for modules whose library tells nobody of its calls."""
     roots = {rule.target for _, rule in rules.modules if isinstance(rule.target, type)}
-    if "flax.nnx" in sys.modules:
-        from flax import nnx
-
-        if any(isinstance(rule.target, str) for _, rule in rules.modules) or any(
-            issubclass(root, nnx.Module) for root in roots
-        ):
-            roots.add(nnx.Module)  # parents too, since a module's path is found from its callers
+    by_path = any(isinstance(rule.target, str) for _, rule in rules.modules)
+    for library, name in _MODULE_CLASSES:
+        base = getattr(sys.modules.get(library), name, None)
+        if base is not None and (by_path or any(issubclass(root, base) for root in roots)):
+            roots.add(base)  # parents too, since a module's path is found from its callers
     for cls in _with_subclasses(roots):
         if "__call__" in vars(cls) and not _is_linen(cls):
             _patch(stack, cls, _call_module)
 
 
 def _call_module(module: Any, run: Callable[[], Any]) -> Any:
-    path = _attribute_path(module)
-    return _call_labelled(module, path, run, scope=path.rpartition("/")[0])
+    if _is_called(module):
+        return run()
+    base, steps = _place_of(module)
+    path = "/".join((base, *steps) if base else steps)
+    if not steps:
+        return _call_labelled(module, "", run, at=base)
+    # What is inside is written below this scope, and below that of its caller. So a function that JAX traces once for
+    # several modules, such as a layer under jit, has each one's path around it where it is called.
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.named_scope("/".join(steps)))
+        if rules := _tracing.rules:
+            inside = frozenset(_named_below(module, path, rules))
+            stack.enter_context(compat.distinct_trace(("dynaflow", rules, inside)))
+        return _call_labelled(module, path, run)
+
+
+def _named_below(module: Any, path: str, rules: Rules) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Which modules inside a module are named by their path, and by which rule.
+
+    What JAX traced of another module, where other rules apply, must not be used.
+    """
+    by_path = [(i, rule) for i, rule in rules.modules if isinstance(rule.target, str)]
+    for steps, found in _below(module) if by_path else ():
+        for i, rule in by_path:
+            if rule.matches(found, "/".join((path, *steps))):
+                yield steps, i
 
 
 def _intercept_derivatives(stack: contextlib.ExitStack) -> None:
@@ -399,53 +448,96 @@ def _is_linen(cls: type) -> bool:
     return "flax.linen" in sys.modules and issubclass(cls, sys.modules["flax.linen"].Module)
 
 
-def _patch(stack: contextlib.ExitStack, cls: type, intercept: Callable[[Any, Callable[[], Any]], Any]) -> None:
-    """Has ``intercept`` make the calls of a class's instances, in traces of ours, until ``stack`` closes."""
-    stack.callback(_unpatch, cls)
+def _intercept_remat(stack: contextlib.ExitStack) -> None:
+    """Has calls of functions under ``jax.remat`` keep a scope of their own, whatever becomes of them."""
+
+    def intercept(primitive: Any, run: Callable[[], Any]) -> Any:
+        # The rules for differentiating such a call make others, which are the same.
+        if any(is_call(scope) for scope, _ in compat.scopes(compat.current_name_stack())):
+            return run()
+        with jax.named_scope(f"df:call#{next(_instances)}"):
+            return run()
+
+    _patch(stack, compat.remat_p, intercept, "bind")
+
+
+def _patch(
+    stack: contextlib.ExitStack,
+    owner: Any,
+    intercept: Callable[[Any, Callable[[], Any]], Any],
+    method: str = "__call__",
+) -> None:
+    """Has ``intercept`` make the calls of a method of an object, or of a class's instances, until ``stack`` closes.
+
+    In traces of ours only, and in this thread only.
+    """
+    stack.callback(_unpatch, owner, method)
     with _patch_lock:
-        count, original = _patched.get(cls, (0, vars(cls)["__call__"]))
-        _patched[cls] = (count + 1, original)
+        count, before = _patched.get(owner, (0, vars(owner).get(method)))
+        _patched[owner] = (count + 1, before)
         if count:
             return
+        original = before if before is not None else getattr(owner, method)
 
         @functools.wraps(original)
-        def call(self, *args, **kwargs):
-            run = functools.partial(original, self, *args, **kwargs)
-            return run() if _tracing.rules is None else intercept(self, run)  # another thread may trace, not this one
+        def call(*args, **kwargs):
+            run = functools.partial(original, *args, **kwargs)
+            if _tracing.rules is None:  # another thread may trace, not this one
+                return run()
+            return intercept(args[0] if isinstance(owner, type) else owner, run)
 
-        type.__setattr__(cls, "__call__", call)
+        _set(owner, method, call)
 
 
-def _unpatch(cls: type) -> None:
+def _unpatch(owner: Any, method: str) -> None:
     with _patch_lock:
-        count, original = _patched[cls]
+        count, before = _patched[owner]
         if count > 1:
-            _patched[cls] = (count - 1, original)
+            _patched[owner] = (count - 1, before)
+            return
+        del _patched[owner]
+        if before is None:  # what it has is its class's
+            delattr(owner, method)
         else:
-            del _patched[cls]
-            type.__setattr__(cls, "__call__", original)
+            _set(owner, method, before)
 
 
-def _attribute_path(module: Any) -> str:
-    """Where a module sits below the modules that are calling it; the outermost one has the empty path."""
+def _set(owner: Any, method: str, value: Any) -> None:
+    # Past what a library's metaclass may make of it.
+    (type if isinstance(owner, type) else object).__setattr__(owner, method, value)
+
+
+def _place_of(module: Any) -> tuple[str, tuple[str, ...]]:
+    """Where a module sits: the path of a module that is calling it, and the steps from there.
+
+    There are no steps to the outermost module, nor to one that is in no other. Transformations call copies of modules
+    (``nnx.remat``, ``nnx.scan``, ``eqx.filter_jit``, everything that takes a module for a pytree): a copy is where its
+    caller has a module of its class, least deep inside. Where several are, it goes by what their paths begin with.
+    """
     for caller, base in reversed(_tracing.modules):
-        if (steps := _find(caller, module)) is not None:
-            return "/".join((base, *steps) if base else steps)
-    return ""
+        if steps := next((steps for steps, found in _below(caller) if found is module), ()):
+            return base, steps
+    for caller, base in reversed(_tracing.modules):
+        if alike := [steps for steps, found in _below(caller) if type(found) is type(module)]:
+            alike = [steps for steps in alike if len(steps) == len(alike[0])]
+            pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(min(alike), max(alike), strict=True))
+            return base, tuple(step for step, _ in pairs)
+    return _tracing.modules[-1][1] if _tracing.modules else "", ()
 
 
-def _find(root: Any, target: Any, depth: int = 4) -> tuple[str, ...] | None:
-    """The attribute names and indices that lead from ``root`` to ``target``, breadth first."""
+def _below(root: Any, depth: int = 4) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """What ``root`` holds, breadth first and once, with the attribute names and indices that lead there."""
     level: list[tuple[tuple[str, ...], Any]] = [((), root)]
+    seen = {id(root)}
     for _ in range(depth):
         following = []
         for steps, node in level:
             for key, child in _children(node):
-                if child is target:
-                    return (*steps, key)
-                following.append(((*steps, key), child))
+                if id(child) not in seen:
+                    seen.add(id(child))
+                    yield (*steps, key), child
+                    following.append(((*steps, key), child))
         level = following
-    return None
 
 
 def _children(node: Any) -> list[tuple[str, Any]]:

@@ -133,6 +133,11 @@ def name_stack(eqn: Any) -> Any:
     return eqn.source_info.name_stack
 
 
+def current_name_stack() -> Any:
+    """The name stack of what is traced now."""
+    return source_info_util.current_name_stack()
+
+
 def scopes(stack: Any) -> tuple[tuple[str, bool], ...]:
     """A name stack as ``(name, is_transform)``, outermost first; transforms are ``jvp``, ``transpose``, ``vmap``..."""
     return tuple((entry.name, isinstance(entry, source_info_util.Transform)) for entry in stack.stack)
@@ -173,6 +178,9 @@ def is_array(value: Any) -> bool:
 
 
 # -- traces -------------------------------------------------------------------------------------------------------
+
+remat_p = jex_core.primitives.remat_p
+"""What a call of a function under ``jax.remat`` binds."""
 
 _trace_key = jax.make_user_context(None)
 
@@ -252,7 +260,12 @@ def replicated(aval: Any) -> bool:
 
 def varying_axes(value: Any) -> frozenset[Any]:
     """The mesh axes over which a value inside ``shard_map`` may differ from device to device, as its type says."""
-    manual = getattr(jax.typeof(value), "mat", None)
+    return axes_varied_by(jax.typeof(value))
+
+
+def axes_varied_by(aval: Any) -> frozenset[Any]:
+    """Likewise, for values of a type."""
+    manual = getattr(aval, "mat", None)
     return frozenset() if manual is None else manual.varying
 
 
@@ -496,3 +509,33 @@ def address(value: Any) -> int:
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     return value.addressable_shards[0].data.unsafe_buffer_pointer()
+
+
+def cudnn_attention(query: Any, key: Any, value: Any) -> Any:
+    """Causal attention of cuDNN in a trace, on a machine that need not have cuDNN: to plan with, not to run.
+
+    ``jax.nn.dot_product_attention(..., implementation="cudnn")`` traces to the same call, but only where it could run.
+
+    Args:
+      query: (batch, tokens, heads, width of a head).
+      key: likewise.
+      value: likewise.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    none = jnp.zeros(0, query.dtype)
+    out, *_ = cudnn._dot_product_attention_fwd_p_wrapper.bind(
+        query,
+        key,
+        value,
+        *([none] * 7),
+        scale=query.shape[-1] ** -0.5,
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=cudnn.MaskType.CAUSAL,
+        layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=None,
+        is_training=False,
+    )
+    return out

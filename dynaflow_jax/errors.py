@@ -43,6 +43,10 @@ class DispatchWarning(UserWarning):
     """A plan that was to be dispatched runs as one XLA program instead."""
 
 
+class TuningWarning(UserWarning):
+    """A measured choice could not be read, or could not be kept."""
+
+
 # Where frames between the user's line and ours may come from.
 _LIBRARIES = (
     *(os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, str(jax.__file__))),

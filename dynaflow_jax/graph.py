@@ -18,6 +18,9 @@ from dynaflow_jax.annotate import Rules, SplitModule
 from dynaflow_jax.errors import RuleError, RuleWarning, warn_user
 from dynaflow_jax.inline import DRAWS, Flat, Node, Place
 from dynaflow_jax.program import Program
+from dynaflow_jax.text import si
+from dynaflow_jax.visualize import Node as Box
+from dynaflow_jax.visualize import draw_graph, inline
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -83,7 +86,7 @@ class Operator:
 
     def __repr__(self) -> str:
         tags = f", tags={{{', '.join(sorted(self.tags))}}}" if self.tags else ""
-        size = f"{_si(self.flops)}FLOP, {_si(self.bytes)}B"
+        size = f"{si(self.flops)}FLOP, {si(self.bytes)}B"
         return f"Operator({self.index}: {self.key}{tags}, {size}, {self.bound}-bound)"
 
 
@@ -147,21 +150,35 @@ class OpGraph:
         for op in self.operators:
             reads = ",".join(map(str, op.predecessors))
             name = indent + op.name + ("" if op.phase == "forward" else f" ({op.phase})")
-            size = (_si(op.flops), _si(op.bytes), op.bound)
+            size = (si(op.flops), si(op.bytes), op.bound)
             rows.append((indent + str(op.index), name, op.module_path, ",".join(sorted(op.tags)), *size, reads))
             if op.body is not None:
                 rows.extend(op.body._rows(indent + "  "))
         return rows
 
+    def to_svg(self) -> str:
+        """The operators as a picture in SVG, from top to bottom; what is inside a loop lies inside its box.
+
+        Colours and words say what bounds an operator; the mouse shows its shapes.
+        """
+        return draw_graph(self._boxes(), f"{len(self)} operators")
+
+    def _boxes(self) -> tuple[Box, ...]:
+        boxes = []
+        for op in self.operators:
+            shapes = [", ".join(aval.str_short() for aval in avals) for avals in (op.inputs, op.outputs)]
+            title = f"{op!r}\nreads {shapes[0]}\ngives {shapes[1]}"
+            detail = f"{si(op.flops)}FLOP  {si(op.bytes)}B"
+            body = None if op.body is None else op.body._boxes()
+            boxes.append(Box(op.key, op.bound, detail, title, op.predecessors, body))
+        return tuple(boxes)
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        return inline(self.to_svg(), f"Graph of {len(self)} operators", 480)
+
     def __repr__(self) -> str:
         return f"OpGraph of {len(self)} operators\n{self.table()}"
-
-
-def _si(value: float) -> str:
-    for factor, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{value / factor:.3g} {suffix}"
-    return f"{value:.0f} "
 
 
 # Constants of at most this many elements are evaluated by each operator that reads them.
@@ -292,7 +309,11 @@ class _Names:
     def key(self, name: str, place: Place) -> str:
         """A new key."""
         entries = self.entries.setdefault(name, {})
-        entry = place.key[:2] if isinstance(place.key, tuple) else len(entries)
+        entry = place.key[:2] if isinstance(place.key, tuple) else (len(entries), None)
+        if place.phase != "forward" and entry not in entries:
+            # Once differentiated, a jitted function is called again backward: another call site, but the same mark.
+            alike = [known for known in entries if known[1] == entry[1] is not None]
+            entry = alike[0] if len(alike) == 1 else entry
         number = entries.setdefault(entry, len(entries) + 1)
         key = name if number == 1 else f"{name}:{number}"
         key += "" if place.phase == "forward" else f".{place.phase}"

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dynaflow_jax import compat
-from dynaflow_jax.annotate import Label, Rules
+from dynaflow_jax.annotate import Label, Rules, is_call
 from dynaflow_jax.cost import COLLECTIVES
 from dynaflow_jax.errors import SplitError
 from dynaflow_jax.program import Program
@@ -233,14 +233,15 @@ class _Inliner:
         phase = "backward" if backward else "forward"
         if backward and any(name == "rematted_computation" for name, _ in scopes):
             phase = "recompute"
-        # Call sites stand among the scopes as integers: they tell two calls of one jaxpr apart.
+        # Call sites stand among the scopes as integers, and as scopes: they tell two calls of one jaxpr apart.
         for depth in range(len(scopes) - 1, -1, -1):
             name, is_transform = scopes[depth]
             if is_transform or not isinstance(name, str):
                 continue
             label = Label.decode(name) if name.startswith("df:") else self._named(name)
             if label is not None:
-                sites = tuple(entry for entry, _ in scopes[:depth] if isinstance(entry, int))
+                around = (entry for entry, _ in scopes[:depth] if isinstance(entry, int) or is_call(entry))
+                sites = tuple(dict.fromkeys(around))
                 if label.rule is not None and not name.startswith("df:"):
                     sites = (*sites, *(entry for entry, _ in scopes[:depth] if isinstance(entry, str)))
                 return Place((sites, name, phase), label, _plain(scopes[:depth]), phase)
@@ -339,8 +340,10 @@ class _Level:
             invars = self._constrain(invars, eqn.params["in_shardings"], scopes, stack)
         hoisted = [self._hoist(value) for value in compat.consts_of(body)]
         inner_env = dict(zip(compat.all_invars(body), (*hoisted, *invars), strict=True))
-        self.inliner.calls += 1
-        self.run(inner.eqns, inner_env, (*scopes, (self.inliner.calls, False)), stack)
+        if not any(is_call(scope) for scope, _ in compat.scopes(compat.name_stack(eqn))):
+            self.inliner.calls += 1
+            scopes = (*scopes, (self.inliner.calls, False))
+        self.run(inner.eqns, inner_env, scopes, stack)
         outs = [var if compat.is_literal(var) else inner_env.get(var, var) for var in inner.outvars]
         if "out_shardings" in eqn.params:
             outs = self._constrain(outs, eqn.params["out_shardings"], scopes, stack)

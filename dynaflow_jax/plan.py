@@ -6,19 +6,30 @@ A plan prints, compares, hashes, saves as JSON and loads again; applied to the s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import html
+import inspect
 import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dynaflow_jax import compat
 from dynaflow_jax.batch.region import Region
+from dynaflow_jax.details import Origin, StepDetails, details_of
+from dynaflow_jax.devices import DeviceModel
 from dynaflow_jax.errors import DynaFlowError, PlanError, ScheduleError
 from dynaflow_jax.graph import OpGraph
 from dynaflow_jax.schedule import InputInfo, OpRef, OpScheduler, ScheduleContext, Step
+from dynaflow_jax.simulate import simulate
+from dynaflow_jax.timeline import Timeline
+from dynaflow_jax.visualize import to_html
 
 _VERSION = 1
+_MAX_DEPTH = 64  # of loops inside loops
+_MAX_NUMBER = 2**63  # what any language that reads the JSON can hold, and any that prints it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +41,41 @@ class Plan:
       steps: what runs, in order; see ``Step``.
       strategy: the strategy that made it, as text.
       fingerprint: identifies the operators it was made for.
+      origin: the function that it was made for; ``None`` if it comes from JSON and was not applied to one yet. Copies
+        in other processes have none either.
     """
 
     sizes: tuple[int, ...]
     steps: tuple[Step, ...]
     strategy: str
     fingerprint: str
+    origin: Origin | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def made_for(self, region: Region, info: InputInfo) -> Plan:
+        """The same plan, which knows the function that it runs."""
+        return dataclasses.replace(self, origin=Origin(region, info, compat.mesh_sizes()))
+
+    @functools.cached_property
+    def details(self) -> tuple[StepDetails, ...]:
+        """What each of ``steps`` does: shapes, operations, bytes, kernels; worked out when asked for.
+
+        Raises:
+          PlanError: if the plan does not know the function, as one from JSON.
+        """
+        if self.origin is None:
+            raise PlanError(
+                "The plan only knows the names of its steps, not what they do: it comes from JSON. Apply it to the "
+                "function: dynaflow(fun, scheduler=plan).plan(*args) gives one that knows."
+            )
+        return details_of(self.steps, self.origin)
+
+    def simulate(self, device: DeviceModel | str | None = None) -> Timeline:
+        """What the plan is predicted to do on a device; see ``dynaflow_jax.simulate``."""
+        return simulate(self, device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Programs do not leave the process.
+        return {**self.__dict__, "origin": None}
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -69,7 +109,13 @@ class Plan:
         except (TypeError, ValueError, RecursionError) as error:
             raise PlanError(f"The plan is not JSON: {error}.") from None
         read = _Reader(functions or {})
-        data = read.object(data, "plan")
+        try:
+            return Plan._read(read, read.object(data, "plan"))
+        except RecursionError:  # while an error was about to show a value
+            raise PlanError("The plan holds a value of lists or objects inside each other, too deep to show.") from None
+
+    @staticmethod
+    def _read(read: _Reader, data: dict[str, Any]) -> Plan:
         version = read.field(data, "version", int, "plan")
         if version != _VERSION:
             raise PlanError(f"The plan has version {version}; this library reads version {_VERSION}.")
@@ -128,6 +174,26 @@ class Plan:
 
     def __str__(self) -> str:
         return self.show()
+
+    def to_html(self, device: DeviceModel | str | None = None, timeline: Timeline | None = None) -> str:
+        """The plan as a page of HTML: a lane for each stream, a box for each step.
+
+        Args:
+          device: the device that the times are predicted for, as for ``simulate``.
+          timeline: measured times, which are drawn below the predicted ones.
+
+        Raises:
+          PlanError: if there is nothing to draw: the plan does not know what its steps do, and no timeline is given.
+        """
+        if timeline is None:
+            return to_html(self.simulate(device))
+        return to_html(timeline) if self.origin is None else to_html(self.simulate(device), timeline)
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        if self.origin is None:
+            return f"<pre>{html.escape(self.show())}</pre>"
+        return self.simulate()._repr_html_()
 
 
 def _streams(steps: tuple[Step, ...]) -> list[str]:
@@ -207,9 +273,9 @@ def fingerprint(region: Region) -> str:
     return digest.hexdigest()[:16]
 
 
-def make_plan(steps: tuple[Step, ...], region: Region, strategy: str) -> Plan:
+def make_plan(steps: tuple[Step, ...], region: Region, strategy: str, info: InputInfo) -> Plan:
     """The plan of steps that a strategy chose."""
-    return Plan(region.sizes, steps, strategy, fingerprint(region))
+    return Plan(region.sizes, steps, strategy, fingerprint(region)).made_for(region, info)
 
 
 def _replay(steps: tuple[Step, ...], region: Region, info: InputInfo) -> None:
@@ -226,14 +292,21 @@ def _replay(steps: tuple[Step, ...], region: Region, info: InputInfo) -> None:
             if bad := [i for i in step.after if not 0 <= i < index]:
                 raise PlanError(f"step {index} ({step}) waits for step {bad[0]}, which does not come before it.")
             after = [ctx.steps[i] for i in step.after]
-            made = ctx.execute(
-                [ops[ref] for ref in step.operators],
-                stream=step.stream,
-                fn=step.fn,
-                after=after,
-                priority=step.priority,
-                sm_budget=step.sm_budget,
-            )
+            try:
+                made = ctx.execute(
+                    [ops[ref] for ref in step.operators],
+                    stream=step.stream,
+                    fn=step.fn,
+                    after=after,
+                    priority=step.priority,
+                    sm_budget=step.sm_budget,
+                )
+            except DynaFlowError:
+                raise
+            except Exception as error:
+                if step.fn is None:
+                    raise
+                raise PlanError(f"step {index} ({step}): the function in place of the operators failed: {error}") from error
             if made.reads != step.reads:
                 raise PlanError(f"step {index} ({step}) says it reads steps {step.reads}; it reads {made.reads}.")
             if (made.body is None) != (step.body is None):
@@ -319,17 +392,28 @@ class _Reader:
         value = data[name]
         if not isinstance(value, kind) or isinstance(value, bool):
             raise PlanError(f"{where}.{name} must be {_KIND[kind]}, not {value!r:.60}.")
-        return value
+        return self.integer(value, f"{where}.{name}") if kind is int else value
 
     def integer(self, value: Any, where: str) -> int:
         if not isinstance(value, int) or isinstance(value, bool):
             raise PlanError(f"{where} must hold whole numbers, not {value!r:.60}.")
+        if not -_MAX_NUMBER <= value < _MAX_NUMBER:
+            raise PlanError(f"{where} has a number of more than 64 bits.")
         return value
 
-    def steps(self, data: list[Any], where: str) -> tuple[Step, ...]:
-        return tuple(self.step(item, f"{where}[{i}]") for i, item in enumerate(data))
+    def earlier(self, data: dict[str, Any], name: str, index: int, where: str) -> tuple[int, ...]:
+        """Indices of steps before the one of that index."""
+        found = tuple(self.integer(i, f"{where}.{name}") for i in self.field(data, name, list, where, []))
+        if bad := [i for i in found if not 0 <= i < index]:
+            raise PlanError(f"{where}.{name} names step {bad[0]}, which does not come before step {index}.")
+        return found
 
-    def step(self, value: Any, where: str) -> Step:
+    def steps(self, data: list[Any], where: str, depth: int = 0) -> tuple[Step, ...]:
+        if depth > _MAX_DEPTH:
+            raise PlanError(f"{where[:60]}… is more than {_MAX_DEPTH} levels deep.")
+        return tuple(self.step(item, i, f"{where}[{i}]", depth) for i, item in enumerate(data))
+
+    def step(self, value: Any, index: int, where: str, depth: int) -> Step:
         data = self.object(value, where)
         known = {"run", "stream", "reads", "after", "priority", "sm_budget", "fn", "body"}
         if unknown := sorted(set(data) - known):
@@ -337,19 +421,17 @@ class _Reader:
         refs = tuple(self.ref(item, f"{where}.run") for item in self.field(data, "run", list, where))
         if not refs:
             raise PlanError(f"{where}.run is empty.")
-        reads = tuple(self.integer(i, f"{where}.reads") for i in self.field(data, "reads", list, where, []))
-        after = tuple(self.integer(i, f"{where}.after") for i in self.field(data, "after", list, where, []))
         body = self.field(data, "body", list, where, None)
         name = self.field(data, "fn", str, where, None)
         return Step(
             refs,
             self.field(data, "stream", str, where),
-            reads,
-            after,
+            self.earlier(data, "reads", index, where),
+            self.earlier(data, "after", index, where),
             self.field(data, "priority", int, where, 0),
             self.field(data, "sm_budget", int, where, None),
             None if name is None else self.function(name, where),
-            None if body is None else self.steps(body, f"{where}.body"),
+            None if body is None else self.steps(body, f"{where}.body", depth + 1),
         )
 
     def ref(self, value: Any, where: str) -> OpRef:
@@ -362,14 +444,24 @@ class _Reader:
             return self.functions[name]
         module, _, path = name.partition(":")
         found: Any = sys.modules.get(module)
-        for part in path.split("."):
-            found = getattr(found, part, None)
+        try:
+            for part in path.split("."):
+                found = getattr(found, part, None)
+            own_name = f"{getattr(found, '__module__', None)}:{getattr(found, '__qualname__', None)}"
+        except Exception as error:  # of a module or object that makes its attributes when they are asked for
+            raise PlanError(f"{where}.fn names {name!r}, which cannot be looked up: {error}") from error
         if found is None:
             raise PlanError(
                 f"{where}.fn names {name!r}, which is not found: import its module first, or pass functions=."
             )
-        if not callable(found):
+        if not callable(found) or isinstance(found, type):
             raise PlanError(f"{where}.fn names {name!r}, which is not a function.")
+        # A plan from somewhere else must not get to call whatever the process has loaded.
+        if inspect.isbuiltin(found) or own_name != name:
+            raise PlanError(
+                f"{where}.fn names {name!r}, which no plan that was saved can hold: it is built into Python, or defined "
+                "under another name. Pass it as functions= if it is meant."
+            )
         return found
 
 

@@ -33,7 +33,7 @@ from dynaflow_jax.batch.state import INVARIANT, ZERO, RowIndex, Rows
 from dynaflow_jax.errors import BatchMixingError, DispatchWarning, DynaFlowError, SplitError, warn_user
 from dynaflow_jax.graph import OpGraph, cut
 from dynaflow_jax.inline import Flat, inline, with_twins
-from dynaflow_jax.lowering import dispatch, xla
+from dynaflow_jax.lowering import dispatch, switch, xla
 from dynaflow_jax.lowering.choice import Choice, choose
 from dynaflow_jax.lowering.steps import RunRegion, Values
 from dynaflow_jax.plan import Plan, Replay, make_plan
@@ -42,6 +42,8 @@ from dynaflow_jax.runtime import extension
 from dynaflow_jax.runtime.binder import Binder
 from dynaflow_jax.runtime.work import Work
 from dynaflow_jax.schedule import InputInfo, OpScheduler, Step, run_strategy
+from dynaflow_jax.strategies.auto import Auto
+from dynaflow_jax.strategies.switch import Switch
 
 _CACHE_SIZE = 64  # resolved functions kept per dynaflow call, least recently used first out
 
@@ -49,7 +51,7 @@ _CACHE_SIZE = 64  # resolved functions kept per dynaflow call, least recently us
 def dynaflow(
     fun: Callable[..., Any],
     *,
-    scheduler: OpScheduler | Plan,
+    scheduler: OpScheduler | Plan | Switch | Auto,
     rules: Iterable[Rule] = (),
     batch_axes: Any = None,
     out_axes: Any = None,
@@ -76,7 +78,7 @@ def dynaflow(
 
     Args:
       fun: the function: of arrays, or pytrees of them; other arguments (strings, numbers, flags) are static.
-      scheduler: the strategy, or a ``Plan`` to run again.
+      scheduler: the strategy, a ``Plan`` to run again, a ``Switch`` between several of them, or ``Auto``, the fastest.
       rules: partition rules, beside the marks in the model.
       batch_axes: where the batch is in the arguments, in the manner of ``vmap``'s ``in_axes`` (a pytree prefix of the
         positional arguments), or a dict by parameter name. ``None`` everywhere: no splitting.
@@ -107,10 +109,12 @@ def dynaflow(
         raise DynaFlowError("The function is scheduled by dynaflow already; wrap the original one.")
     if not callable(fun):
         raise DynaFlowError(f"dynaflow takes a function, not {fun!r}.")
-    if isinstance(scheduler, type) and issubclass(scheduler, OpScheduler):
-        raise DynaFlowError(f"scheduler={scheduler.__name__} is a class; pass an instance: {scheduler.__name__}().")
-    if not isinstance(scheduler, (OpScheduler, Plan)):
-        raise DynaFlowError(f"scheduler must be an OpScheduler or a Plan, not {scheduler!r}.")
+    if isinstance(scheduler, Switch):
+        strategies = [_strategy(choice, f"strategy {i} of Switch") for i, choice in enumerate(scheduler.strategies)]
+    elif isinstance(scheduler, Auto):
+        strategies = [_strategy(choice, f"candidate {i} of Auto") for i, choice in enumerate(scheduler.candidates)]
+    else:
+        strategies = [_strategy(scheduler, "scheduler")]
     if rng not in ("exact", "per_micro_batch"):
         raise DynaFlowError(f"rng must be 'exact' or 'per_micro_batch', not {rng!r}.")
     if backend == "auto":
@@ -129,20 +133,23 @@ def dynaflow(
         hash(context)
     except TypeError:
         raise DynaFlowError(f"context must be hashable, and {context!r} is not.") from None
-    return DynaFlow(
-        fun,
-        Replay(scheduler) if isinstance(scheduler, Plan) else scheduler,
-        Rules.of(rules),
-        batch_axes,
-        out_axes,
-        weights,
-        rng,
-        allowed,
-        batch_shards,
-        backend,
-        unroll,
-        context,
-    )
+    options = (Rules.of(rules), batch_axes, out_axes, weights, rng, allowed, batch_shards, backend, unroll, context)
+    if isinstance(scheduler, Switch):
+        return SwitchedDynaFlow(scheduler, [DynaFlow(fun, strategy, *options) for strategy in strategies], *options)
+    if isinstance(scheduler, Auto):
+        from dynaflow_jax.candidates import AutoDynaFlow  # which extends what is defined here
+
+        return AutoDynaFlow(scheduler, strategies, fun, *options)
+    return DynaFlow(fun, strategies[0], *options)
+
+
+def _strategy(scheduler: Any, what: str) -> OpScheduler:
+    """What was given as a strategy, as one."""
+    if isinstance(scheduler, type) and issubclass(scheduler, (OpScheduler, Switch, Auto)):
+        raise DynaFlowError(f"{what}={scheduler.__name__} is a class; pass an instance: {scheduler.__name__}(...).")
+    if not isinstance(scheduler, (OpScheduler, Plan)):
+        raise DynaFlowError(f"{what} must be an OpScheduler or a Plan, not {scheduler!r}.")
+    return Replay(scheduler) if isinstance(scheduler, Plan) else scheduler
 
 
 class DynaFlow:
@@ -184,14 +191,9 @@ class DynaFlow:
         """Calls the function as scheduled."""
         if is_labelling():
             return self.fun(*args, **kwargs)
-        resolved, call = self._resolve(args, kwargs)
-        for leaf, name in zip(call.leaves, call.names, strict=True):
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                raise DynaFlowError(
-                    f"The argument {name} is a ShapeDtypeStruct: good for the methods graph, plan and explain, "
-                    "not for a call. Pass an array."
-                )
-        return resolved.call(call.leaves)
+        call = _Call.of(self, args, kwargs)
+        call.check_values()
+        return self._resolved(call).call(call.leaves)
 
     def graph(self, *args: Any, **kwargs: Any) -> OpGraph:
         """The operators of the function on the whole batch; arguments may be ``jax.ShapeDtypeStruct``."""
@@ -201,10 +203,13 @@ class DynaFlow:
         """What was decided for arguments of these shapes."""
         return self._resolve(args, kwargs)[0].plan
 
+    def plans(self, *args: Any, **kwargs: Any) -> tuple[Plan, ...]:
+        """All plans for arguments of these shapes: one, or those that a ``Switch`` picks from."""
+        return (self._resolve(args, kwargs)[0].plan,)
+
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """The operators, the plan, and how it is lowered and why, as text."""
-        resolved = self._resolve(args, kwargs)[0]
-        return f"{resolved.region.graph.table()}\n\n{resolved.plan.show()}\n\nLowering: {resolved.choice}"
+        return self._resolve(args, kwargs)[0].explain()
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Does ahead of the first call what a dispatched plan does at it: binds the plan to these arrays' addresses.
@@ -235,20 +240,159 @@ class DynaFlow:
 
     def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Resolved, _Call]:
         call = _Call.of(self, args, kwargs)
+        return self._resolved(call), call
+
+    def _resolved(self, call: _Call, like: Resolved | None = None) -> Resolved:
+        """What was decided for arguments of these shapes; with the trace of ``like``, another strategy's, if given."""
+        return self._kept(call, lambda: Resolved(self, call, like and like.unopened, warn=like is None))
+
+    def _kept(self, call: _Call, make: Callable[[], Any]) -> Any:
+        """What was made for arguments of these shapes before, or is made now."""
         key = (call.signature, compat.trace_context())
         with self._lock:
-            resolved = self._cache.get(key)
-            if resolved is not None:
+            found = self._cache.get(key)
+            if found is not None:
                 self._cache.move_to_end(key)
-        if resolved is None:
-            resolved = Resolved(self, call)
+        if found is None:
+            found = make()
             # What closes over a value of a trace in progress must not outlive it.
-            if not any(compat.is_tracer(value) for value in resolved.constants):
+            if not any(compat.is_tracer(value) for value in found.constants):
                 with self._lock:
-                    self._cache[key] = resolved
+                    self._cache[key] = found
                     while len(self._cache) > _CACHE_SIZE:
                         self._cache.popitem(last=False)
-        return resolved, call
+        return found
+
+
+class SwitchedDynaFlow(DynaFlow):
+    """A function scheduled in several ways, one of which is picked in every call; made by ``dynaflow``.
+
+    Attributes:
+      alternatives: the function as each strategy schedules it.
+    """
+
+    def __init__(self, scheduler: Switch, alternatives: Sequence[DynaFlow], *options: Any):
+        super().__init__(alternatives[0].fun, alternatives[0].scheduler, *options)
+        self.alternatives = tuple(alternatives)
+        self.switch = scheduler
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function as the strategy schedules it that ``select`` names."""
+        if is_labelling():
+            return self.fun(*args, **kwargs)
+        call = _Call.of(self, args, kwargs)
+        call.check_values()
+        index = self._index(args, kwargs)
+        known = switch.on_host(index, len(self.alternatives))
+        if known is not None:
+            return self.alternatives[known]._resolved(call).call(call.leaves)
+        return self._several(call).call(index, call.leaves)
+
+    def graph(self, *args: Any, **kwargs: Any) -> OpGraph:
+        """The operators of the function on the whole batch: the same for all strategies."""
+        return self.alternatives[0].graph(*args, **kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan that a call with these arguments runs.
+
+        Raises:
+          DynaFlowError: if that depends on the values of arrays, and the arguments have none.
+        """
+        chosen = self._chosen(args, kwargs)
+        if chosen is None:
+            raise DynaFlowError(
+                f"{self!r}: which plan runs depends on the values of arrays, which these arguments do not have. "
+                "The method plans gives all."
+            )
+        return self.alternatives[chosen].plan(*args, **kwargs)
+
+    def plans(self, *args: Any, **kwargs: Any) -> tuple[Plan, ...]:
+        """The plan of every strategy, in the order of the ``Switch``."""
+        return tuple(resolved.plan for resolved in self._several(_Call.of(self, args, kwargs)).all)
+
+    def explain(self, *args: Any, **kwargs: Any) -> str:
+        """The operators, the plan and the lowering of every strategy, and which of them runs, as text."""
+        chosen, several = self._chosen(args, kwargs), self._several(_Call.of(self, args, kwargs)).all
+        texts = [f"Plan {i} of {len(several)}\n{resolved.explain()}" for i, resolved in enumerate(several)]
+        which = "the one that a scalar names at run time" if chosen is None else f"plan {chosen}"
+        return "\n\n".join([*texts, f"These arguments run {which}."])
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Does ahead of the first call what dispatched plans do at it, for every strategy's plan."""
+        call = _Call.of(self, args, kwargs)
+        for resolved in self._several(call).all:
+            resolved.prepare(call.leaves)
+
+    def __repr__(self) -> str:
+        return f"dynaflow({getattr(self.fun, '__name__', self.fun)}, scheduler={self.switch!r})"
+
+    def _several(self, call: _Call) -> _Several:
+        return self._kept(call, lambda: _Several(self, call))
+
+    def _index(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``select`` gives."""
+        try:
+            return self.switch.select(*args, **kwargs)
+        except Exception as error:
+            error.add_note(
+                f"{self.switch!r} was selecting a strategy. Its select gets the arguments of the call: under jit, "
+                "values are not known yet, so that the index has to be computed: count > 8, not 1 if count > 8 else 0."
+            )
+            raise
+
+    def _chosen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """Which plan a call runs; ``None`` if that depends on values that are not known."""
+        call, count, chosen = _Call.of(self, args, kwargs), len(self.alternatives), None
+        unknown = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
+        if unknown:
+
+            def ask(values: dict[int, Any]) -> None:
+                nonlocal chosen
+                args, kwargs = call.arguments([values.get(i, leaf) for i, leaf in enumerate(call.leaves)])
+                chosen = switch.on_host(self._index(args, kwargs), count)
+
+            jax.eval_shape(ask, unknown)
+            return chosen
+        index = self._index(args, kwargs)
+        chosen = switch.on_host(index, count)
+        return chosen if chosen is not None or compat.is_tracer(index) else min(max(int(index), 0), count - 1)
+
+
+class _Several:
+    """A function at one set of shapes, as each strategy of a ``Switch`` schedules it.
+
+    Attributes:
+      all: what was decided, for each strategy.
+      constants: values that the function closes over.
+    """
+
+    def __init__(self, flow: SwitchedDynaFlow, call: _Call):
+        first, *others = flow.alternatives
+        resolved = first._resolved(call)
+        self.flow = flow
+        self.all = [resolved, *(other._resolved(call, resolved) for other in others)]
+        self.constants = [value for one in self.all for value in one.constants]
+        self._kept = jax.jit(self._pick, inline=True)
+
+    def call(self, index: Any, leaves: Sequence[Any]) -> Any:
+        """Evaluates the plan that a scalar names, on arrays of the shapes that the plans were made for."""
+        # What devices meet in must not be shared by two calls of one program, as a traced function is.
+        pick = self._pick if any(one.is_dispatched for one in self.all) else self._kept
+        return pick(index, list(leaves))
+
+    def _pick(self, index: Any, leaves: list[Any]) -> Any:
+        try:
+            return switch.pick(index, [one.call for one in self.all], leaves)
+        except TypeError as error:
+            outs = [jax.eval_shape(one.call, leaves) for one in self.all]
+            shapes = [jax.tree.map(lambda out: f"{out.dtype}{list(out.shape)}", out) for out in outs]
+            for i, shape in enumerate(shapes):
+                if shape != shapes[0]:
+                    raise DynaFlowError(
+                        f"{self.flow!r}: with strategy 0 the function returns {shapes[0]}, with strategy {i} {shape}. "
+                        "out_axes must make the same of the outputs, however many micro-batches there are."
+                    ) from error
+            raise
 
 
 class _Bound:
@@ -258,6 +402,7 @@ class _Bound:
         self.__wrapped__ = functools.partial(flow, instance)
         self.graph = functools.partial(flow.graph, instance)
         self.plan = functools.partial(flow.plan, instance)
+        self.plans = functools.partial(flow.plans, instance)
         self.explain = functools.partial(flow.explain, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -321,6 +466,15 @@ class _Call:
         placed = [compat.shards_of(leaf, axis) for leaf, axis in zip(leaves, chosen, strict=True) if axis is not None]
         shards = flow.batch_shards or max(placed, default=1)
         return _Call(tree, leaves, tuple(positions), tuple(static), avals, tuple(chosen), tuple(names), shards)
+
+    def check_values(self) -> None:
+        """Raises if an argument is only the type of one."""
+        for leaf, name in zip(self.leaves, self.names, strict=True):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise DynaFlowError(
+                    f"The argument {name} is a ShapeDtypeStruct: good for the methods graph, plan and explain, "
+                    "not for a call. Pass an array."
+                )
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these arrays."""
@@ -499,23 +653,33 @@ class Resolved:
       plan: what runs when.
       choice: how it is lowered.
       constants: values that the function closes over, the first inputs of every program.
+      unopened: the whole batch's program, as traced.
     """
 
-    def __init__(self, flow: DynaFlow, call: _Call, traced: _Traced | None = None):
+    def __init__(
+        self,
+        flow: DynaFlow,
+        call: _Call,
+        traced: _Traced | None = None,
+        *,
+        derive: bool = True,
+        warn: bool = True,
+    ):
         """Decides everything.
 
         Args:
           flow: the function and how to schedule it.
           call: arguments of the shapes to decide for.
-          traced: the whole batch's program, if a `Resolved` for these shapes has it already. This one then traces the
-            micro-batches' programs, which that one derived, and gives no warning a second time.
+          traced: the whole batch's program, if a `Resolved` for these shapes has it already.
+          derive: whether the micro-batches' programs are derived from that, where they can be; otherwise they are
+            traced.
+          warn: whether to warn of rules and marks without effect.
         """
         self.flow = flow
         self.batch_size = call.batch_size() or None  # an empty batch is not split
         self.layout = dataclasses.replace(call, leaves=[])
         platform, kind = compat.device()
         self._ridge = cost.ridge(platform, kind)
-        derive = traced is None
         traced = traced or self._trace(None)
         if self.layout.shards == 1 and self.batch_size is not None:
             shards = traced.shards(call.axes)
@@ -544,10 +708,10 @@ class Resolved:
                 raise
             sizes = batch_split.check_sizes(asked, self.batch_size, self.layout.shards, repr(strategy))
         split = len(sizes) > 1
-        self._unopened = traced
+        self.unopened = traced
         self._traced = traced.flat(flow, draws=split)
         self.constants = self._traced.constants
-        self._warn = derive
+        self._warn = warn
         self._parts: dict[int, _Part] = {}
         self._variants: dict[int, Variant] = {}
         self._derivation: Derivation | None = None
@@ -566,6 +730,15 @@ class Resolved:
         if self.choice.dispatch and self._can_dispatch(platform):
             self._dispatch_all(platform)
 
+    @property
+    def is_dispatched(self) -> bool:
+        """Whether the plan is a custom call, at least inside ``shard_map``."""
+        return self._run_dispatched is not None
+
+    def explain(self) -> str:
+        """The operators, the plan, and how it is lowered and why, as text."""
+        return f"{self.region.graph.table()}\n\n{self.plan.show()}\n\nLowering: {self.choice}"
+
     @functools.cached_property
     def graph(self) -> OpGraph:
         """The operators on the whole batch."""
@@ -581,8 +754,8 @@ class Resolved:
         region, strategy = Region(sizes, variants, self.variant), self.flow.scheduler
         if isinstance(strategy, Replay):
             strategy.plan.validate(region, self.info)
-            return region, strategy.plan
-        return region, make_plan(run_strategy(strategy, region, self.info), region, repr(strategy))
+            return region, strategy.plan.made_for(region, self.info)
+        return region, make_plan(run_strategy(strategy, region, self.info), region, repr(strategy), self.info)
 
     def _derive(self, sizes: tuple[int, ...]) -> None:
         """Derives the micro-batches' programs from the whole batch's, if nothing stands against it.
@@ -714,7 +887,7 @@ class Resolved:
         return [(*self._parts[size].constants, *rows) for size in sizes]
 
     def _untraceable(self, size: int, error: Exception) -> str:
-        constants = (*self.constants, *constants_inside(self._unopened.program))
+        constants = (*self.constants, *constants_inside(self.unopened.program))
         sized = [aval for aval in map(compat.aval_of, constants) if self.batch_size in aval.shape]
         message = f"The function takes {self.batch_size} rows, but not the {size} of a micro-batch: {error}"
         if sized:
@@ -774,9 +947,17 @@ class Resolved:
             None if flow.weights is None else weights,
             compat.mesh_sizes(),
         )
-        outputs = [atom.aval for atom in self._traced.flat.program.outvars]
+        outputs = self._outputs
         with compat.no_mesh():
             return dispatch.build(self._name, where, self.region, self.plan.steps, inputs, self._joins, outputs)
+
+    @functools.cached_property
+    def _outputs(self) -> list[Any]:
+        """Types of the outputs; what a function makes of the parts (``out_axes``) is its own business."""
+        if not any(map(callable, jax.tree.leaves(self.flow.out_axes))):
+            return [atom.aval for atom in self._traced.flat.program.outvars]
+        leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self.layout.avals]
+        return [compat.aval_of(out) for out in jax.eval_shape(self._run, list(self.constants), leaves)]
 
     @property
     def _name(self) -> str:
@@ -845,12 +1026,11 @@ class Resolved:
             self._fall_back(error)
 
     def _dispatch(self, binder: Binder, constants: list[Any], leaves: list[Any]) -> list[Any]:
-        outputs = [atom.aval for atom in self._traced.flat.program.outvars]
         if binder.work.mesh:
             # Two calls of one program must not be taken for each other by devices that meet in them.
             binder = binder.another()
             self.flow.own(binder)
-        return dispatch.call(binder, outputs, [*constants, *leaves])
+        return dispatch.call(binder, self._outputs, [*constants, *leaves])
 
     def call(self, leaves: Sequence[Any]) -> Any:
         """Evaluates the plan on arrays of the shapes it was made for."""
@@ -874,20 +1054,30 @@ class Resolved:
         flow = copy.copy(self.flow)
         flow.backend = "xla"  # what a dispatched plan is differentiated through
         try:
-            return Resolved(flow, self.layout, self._unopened)._run
+            return Resolved(flow, self.layout, self.unopened, derive=False, warn=False)._run
         except (BatchMixingError, SplitError):  # as with arrays that the function closes over, and that have rows
             return self._unscheduled
 
     def _unscheduled(self, constants: list[Any], leaves: list[Any]) -> list[Any]:
         # The program, not the function, which may close over values that are differentiated: they are its constants.
-        program, own = self._unopened.program, constants[len(constants) - len(self._unopened.constants) :]
+        program, own = self.unopened.program, constants[len(constants) - len(self.unopened.constants) :]
         jaxpr = compat.closed_jaxpr(program.invars, program.outvars, program.eqns, "unscheduled")
         return jex_core.jaxpr_as_fun(jaxpr)(*own, *leaves)
 
     def _evaluate(self, run_region: RunRegion | None, constants: list[Any], leaves: list[Any]) -> list[Any]:
+        return self.evaluate(functools.partial(xla.run, run_region=run_region), constants, leaves)
+
+    def evaluate(self, run: Callable[..., Values], constants: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+        """The function's outputs.
+
+        Args:
+          run: runs the plan's steps: ``lowering.xla.run``, or what takes and returns the same.
+          constants: values that the function closes over.
+          leaves: its arrays.
+        """
         sizes, shards = self.region.sizes, self.layout.shards
         if len(sizes) == 1:
-            return xla.run(self.region, self.plan.steps, [[*constants, *leaves]], shards, run_region)[0]
+            return run(self.region, self.plan.steps, [[*constants, *leaves]], shards)[0]
         parts, arguments = [], []
         for m, (offset, size) in enumerate(zip(batch_split.offsets(sizes), sizes, strict=True)):
             own = [
@@ -897,7 +1087,7 @@ class Resolved:
             index = [jnp.uint32(m)] if self.region.variants[m].index is not None else []
             arguments.append(own[len(constants) :])
             parts.append([*index, *own])
-        outs = xla.run(self.region, self.plan.steps, parts, shards, run_region)
+        outs = run(self.region, self.plan.steps, parts, shards)
         weights = None
         if self.flow.weights is not None:
             weights = []

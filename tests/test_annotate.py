@@ -307,6 +307,44 @@ def marked_layer(w, x):
         return jnp.tanh(x @ w)
 
 
+@jax.remat
+def marked_remat(w, x):
+    with df.mark("layer"):
+        return jnp.tanh(x @ w)
+
+
+@jax.remat
+def marked_remat_twice(w, x):
+    return marked_remat(w, marked_remat(w, x) + 1)
+
+
+REMATS = {
+    "in a row": (lambda w, x: marked_remat(w, marked_remat(w, x) + 1), 2),
+    "side by side": (lambda w, x: marked_remat(w, x) + marked_remat(w, 2 * x), 2),
+    "nested": (lambda w, x: marked_remat_twice(w, 2 * marked_remat_twice(w, x)), 4),
+    "mapped": (jax.vmap(lambda w, x: marked_remat(w, marked_remat(w, x) + 1), in_axes=(None, 0)), 2),
+    "jitted": (lambda w, x: jax.jit(marked_remat)(w, marked_remat(w, x)), 2),
+}
+
+
+@pytest.mark.parametrize("kind", REMATS)
+def test_calls_of_one_function_under_remat_are_operators_of_their_own(kind):
+    """JAX traces such a function once, and what it computes forward is no call any more when it is differentiated."""
+    fun, calls = REMATS[kind]
+    w = normal(WIDTH, WIDTH) / WIDTH
+
+    def loss(w, x):
+        return (fun(w, x) ** 2).mean()
+
+    graph = scheduled(jax.value_and_grad(loss), w, ROWS, axes=(None, 0), out_axes="mean")
+    forward = ["layer", *(f"layer:{i}" for i in range(2, calls + 1))]
+    assert [op.key for op in graph if op.name == "layer" and op.phase == "forward"] == forward
+    if kind != "jitted":  # a call of a jitted function is differentiated as a call, and is another one backward
+        backward = [op.key for op in graph if op.name == "layer" and op.phase == "backward"]
+        assert set(backward) == {f"{key}.backward" for key in forward}
+    assert [op.name for op in scheduled(fun, w, ROWS, axes=(None, 0))].count("layer") == calls
+
+
 def test_labels_survive_grad_and_remat():
     w = normal(WIDTH, WIDTH)
 
@@ -649,6 +687,64 @@ def test_nnx_scan_over_layers():
     assert "block" in names(scheduled(fun, state, ROWS, axes=(None, 0)))
     graph = scheduled(fun, state, ROWS, axes=(None, 0), rules=[df.SplitModule(nnx.Linear)])
     assert [name for name in names(graph) if name in ("up", "down")] == ["up", "down"]
+
+
+class Residual(nnx.Module):
+    """A layer with two modules of one class and one of another."""
+
+    def __init__(self, rngs):
+        self.before = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.mix = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.after = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.block = NnxBlock(rngs)
+
+    def inside(self, x):
+        return self.block(self.after(jnp.tanh(self.mix(self.before(x)))))
+
+    def __call__(self, x):
+        return x + self.inside(x)
+
+
+class Transformed(Residual):
+    __call__ = nnx.remat(Residual.__call__)
+
+
+class TransformedInside(Residual):
+    def __call__(self, x):
+        return x + nnx.remat(type(self).inside)(self, x)
+
+
+class Jitted(Residual):
+    __call__ = nnx.jit(Residual.__call__)
+
+
+@pytest.mark.parametrize("layer", [Residual, Transformed, TransformedInside, Jitted])
+def test_nnx_copies_are_where_the_original_is(layer):
+    """A transformation calls copies of the modules, and JAX may trace it once for all layers."""
+    fun, state = functional(NnxStack(nnx.Rngs(0), layer))
+    wanted = [f"blocks/{i}/{name}" for i in range(2) for name in ("mix", "block/up", "block/down")]
+    for rules in ([df.SplitModule(nnx.Linear)], [df.SplitModule("mix"), df.SplitModule("up|down")]):
+        graph = scheduled(fun, state, ROWS, axes=(None, 0), rules=rules)
+        assert [key for key in keys(graph) if key in wanted] == wanted
+    graph = scheduled(fun, state, ROWS, axes=(None, 0), rules=[df.SplitModule("blocks/1/block/up")])
+    assert [op.key for op in graph if op.name == "up"] == ["blocks/1/block/up"]
+
+    def loss(state, x):
+        return (fun(state, x) ** 2).mean()
+
+    rules = [df.SplitModule("mix")]
+    graph = scheduled(jax.value_and_grad(loss), state, ROWS, axes=(None, 0), out_axes="mean", rules=rules)
+    assert {"blocks/0/mix", "blocks/1/mix", "blocks/0/mix.backward", "blocks/1/mix.backward"} <= set(keys(graph))
+
+
+def test_nnx_copies_that_cannot_be_told_apart_go_by_what_they_have_in_common():
+    graph = scheduled(*nnx_norms(), ROWS, axes=(None, 0), rules=[df.SplitModule(nnx.LayerNorm)])
+    found = [(op.name, op.module_path) for op in graph if op.name == "LayerNorm"]
+    assert found == [("LayerNorm", f"blocks/{i}") for i in (0, 0, 1, 1)]
+
+
+def nnx_norms():
+    return functional(NnxStack(nnx.Rngs(0), Transformed))
 
 
 def test_nnx_dropout_is_exact_and_state_comes_back():

@@ -339,8 +339,38 @@ ENTRY %main (a: f32[8]) -> (f32[8], s32[]) {
 
 def test_what_a_capture_would_miss_is_refused():
     cuda.check_capturable(MODULE, "op")
-    for marker, added in (("  %begin", "  %c = f32[8]{0} copy(%a)\n"), ("  ROOT", "  %c = f32[8]{0} copy(%f)\n")):
+    many = "f32[8]{0}, " * 5
+    for marker, added in (
+        ("  %begin", "  %c = f32[8]{0} copy(%a)\n"),
+        ("  ROOT", "  %c = f32[8]{0} copy(%f)\n"),
+        ("  ROOT", f"  %c = ({many}/*index=5*/f32[8]{{0}}) fusion(%f), kind=kInput\n"),
+    ):
         with pytest.raises(df.DynaFlowError, match="XLA moved an instruction out of the capture: %c"):
             cuda.check_capturable(MODULE.replace(marker, added + marker), "op")
     with pytest.raises(df.DynaFlowError, match="op cannot be captured: it holds a while"):
         cuda.check_capturable(MODULE.replace("  %f", "  %w = (f32[8]{0}, s32[]) while(%t)\n  %f", 1), "op")
+
+
+@pytest.mark.parametrize(("streams", "expected"), [(1, 1), (2, 8), (4, 16)])
+def test_modules_beside_each_other_stay_short(streams, expected):
+    """A device takes one module's kernels after the other, so that a long one would keep the other streams waiting."""
+
+    def branches(xs):
+        found = []
+        for branch, x in enumerate(xs):
+            for _ in range(8):  # operators, of two products each
+                with df.mark(f"branch{branch}"):
+                    x = jnp.tanh(jnp.tanh(x @ WS[0]) @ WS[0].T)
+            found.append(x)
+        return found
+
+    class StreamOfEach(df.OpScheduler):
+        def schedule(self, ctx):
+            while ops := ctx.get_ready_ops():
+                for op in ops:
+                    ctx.execute(op, stream=op.name)
+
+    flow = df.dynaflow(branches, scheduler=StreamOfEach(), backend="dispatch")
+    close(jax.jit(flow)([X] * streams), branches([X] * streams))
+    (resolved,) = flow._cache.values()
+    assert len(resolved._binder.work.operations) == expected

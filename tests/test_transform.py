@@ -216,7 +216,7 @@ def test_what_a_strategy_knows_before_it_splits():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scheduler": df.strategies.NanoFlow}, "is a class; pass an instance: NanoFlow()"),
+        ({"scheduler": df.strategies.NanoFlow}, "is a class; pass an instance: NanoFlow(...)"),
         ({"scheduler": None}, "must be an OpScheduler or a Plan, not None"),
         ({"scheduler": "NanoFlow"}, "must be an OpScheduler or a Plan"),
         ({"backend": "cuda"}, "backend must be 'auto', 'xla' or 'dispatch', not 'cuda'"),
@@ -305,6 +305,9 @@ def test_outputs_joined_as_told():
     same(of_rows(lambda x: (x.T, x), out_axes=[-1, 0])(X), (X.T, X))
     largest = of_rows(lambda x: x.max(), out_axes=lambda parts: jnp.stack(parts).max(), allow_batch_mixing="*")
     same(largest(X), X.max())
+    # Their own shape, and none that the function's output had.
+    sums_of_each = of_rows(total, 2, 6, out_axes=lambda parts: jnp.stack(parts), allow_batch_mixing="*")
+    same(jax.jit(sums_of_each)(X), jnp.stack([X[:2].sum(), X[2:].sum()]))
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,8 @@ class _Steps:
                 found = self._equations(program, values, str(step), where, after)
                 env.update(zip(call.writes, found, strict=True))
                 return
-        made = self.builder.task(str(step), call.compute, terms, avals, where, after)
+        products = sum(cost.products(op.program.eqns) for _, op in ops)
+        made = self.builder.task(str(step), call.compute, terms, avals, where, after, products)
         env.update(zip(call.writes, made, strict=True))
 
     def _equations(
@@ -300,7 +301,8 @@ class _Steps:
                 jaxpr = compat.closed_jaxpr(list(read), given, list(pending))
                 compute = lambda *values: compat.call_jaxpr(jaxpr, values, "operator")  # noqa: E731
                 terms, avals = [env[var] for var in read], [var.aval for var in given]
-                env.update(zip(given, builder.task(name, compute, terms, avals, where, after), strict=True))
+                products = cost.products(pending)
+                env.update(zip(given, builder.task(name, compute, terms, avals, where, after, products), strict=True))
             pending.clear()
 
         for i, eqn in enumerate(program.eqns):

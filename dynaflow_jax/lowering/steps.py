@@ -12,7 +12,8 @@ from dynaflow_jax import compat
 from dynaflow_jax.batch.region import Region
 from dynaflow_jax.batch.split import merge, offsets, take, unmerge
 from dynaflow_jax.batch.state import INVARIANT, Rows
-from dynaflow_jax.schedule import Step, external_inputs, external_outputs
+from dynaflow_jax.graph import Operator
+from dynaflow_jax.schedule import Step, external_inputs, external_outputs, replacement_name, results_of
 
 Slot = tuple[int, Any]
 """A variable of a micro-batch's program: the micro-batch's index, and the variable."""
@@ -53,7 +54,8 @@ def call_of(region: Region, step: Step, run_region: RunRegion, shards: int = 1) 
     if step.fn is not None:
         fn = step.fn
         reads, writes = external_inputs(region, step.operators), external_outputs(region, step.operators)
-        return StepCall(tuple(reads), tuple(writes), lambda *values: jax.tree.leaves(fn(*values)))
+        outputs, name = [var.aval for _, var in writes], replacement_name(fn, step.operators)
+        return StepCall(tuple(reads), tuple(writes), lambda *values: results_of(fn, values, outputs, name))
     if step.is_merged:
         return _merged_call(region, step)
     if step.operators[0].micro_batch is None:
@@ -134,24 +136,36 @@ def _region_call(region: Region, step: Step, run_region: RunRegion) -> StepCall:
     emit = _scan if eqns[0].primitive.name == "scan" else _shard_map
 
     def compute(*values: Any) -> list[Any]:
-        remaining = iter(values)
-        inputs = []
-        for op, eqn in zip(ops, eqns, strict=True):
-            env = {var: next(remaining) for var in op.program.invars}
-            for constant in op.program.eqns[:-1]:  # small constants that the equation reads
-                args = [atom.val if compat.is_literal(atom) else env[atom] for atom in constant.invars]
-                env.update(zip(constant.outvars, compat.bind(constant, *args), strict=True))
-            inputs.append([atom.val if compat.is_literal(atom) else env[atom] for atom in eqn.invars])
+        inputs = region_inputs(ops, values)
         with compat.scope_of(eqns[0]):
             outputs = emit(eqns, inputs, lambda values: run_region(body, step.body or (), values))
-        found = []
-        for op, eqn, outs in zip(ops, eqns, outputs, strict=True):
-            made = dict(zip(eqn.outvars, outs, strict=True))
-            found += [made[var] for var in op.program.outvars]
-        return found
+        return region_outputs(ops, outputs)
 
     reads = tuple((m, var) for m, op in enumerate(ops) for var in op.program.invars)
     return StepCall(reads, tuple((m, var) for m, op in enumerate(ops) for var in op.program.outvars), compute)
+
+
+def region_inputs(ops: Sequence[Operator], values: Sequence[Any]) -> Values:
+    """What each micro-batch's loop or ``shard_map`` takes, of the values that the operators around them read."""
+    remaining = iter(values)
+    inputs = []
+    for op in ops:
+        eqn = op.program.eqns[-1]
+        env = {var: next(remaining) for var in op.program.invars}
+        for constant in op.program.eqns[:-1]:  # small constants that the equation reads
+            args = [atom.val if compat.is_literal(atom) else env[atom] for atom in constant.invars]
+            env.update(zip(constant.outvars, compat.bind(constant, *args), strict=True))
+        inputs.append([atom.val if compat.is_literal(atom) else env[atom] for atom in eqn.invars])
+    return inputs
+
+
+def region_outputs(ops: Sequence[Operator], outputs: Values) -> list[Any]:
+    """What the operators around loops or ``shard_map``s give, of the outputs of those."""
+    found = []
+    for op, outs in zip(ops, outputs, strict=True):
+        made = dict(zip(op.program.eqns[-1].outvars, outs, strict=True))
+        found += [made[var] for var in op.program.outvars]
+    return found
 
 
 Body = Callable[[Values], Values]

@@ -59,6 +59,7 @@ class Task:
       after: indices of operations that must be over before it starts.
       compute: from values of ``reads`` to values of ``writes``; can be traced.
       scope: tasks of different scopes (iterations of a loop) stay apart, since they compile to equal modules.
+      products: how many matrix products and convolutions it computes.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Task:
     after: tuple[int, ...]
     compute: Callable[..., Sequence[Any]]
     scope: tuple[int, ...] = ()
+    products: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -209,6 +211,7 @@ class Builder:
         avals: Sequence[Any],
         where: Where,
         after: Sequence[Entry] = (),
+        products: int = 0,
     ) -> list[int]:
         """Computes ``compute`` from terms; returns the new values, of types ``avals``."""
         operands = [(term,) if isinstance(term, int) else term.reads for term in terms]
@@ -224,7 +227,7 @@ class Builder:
             )
 
         writes = tuple(self.value(aval) for aval in avals)
-        task = Task(name, where, reads, writes, (), from_memory, self.scope)
+        task = Task(name, where, reads, writes, (), from_memory, self.scope, products)
         self.entries.append(Entry(task, tuple(after)))
         return list(writes)
 
@@ -343,6 +346,10 @@ def _fingerprint(text: str) -> str:
 
 # -- tasks that become one -------------------------------------------------------------------------------------------
 
+# A device takes the kernels of one module from a graph before those of the next, about one a microsecond: those of a
+# stream with a long module would keep the other streams waiting.
+_PRODUCTS_BESIDE = 4
+
 
 def _coalesced(
     operations: Sequence[Task | Exchange], base: Callable[[int], int], kept: set[int]
@@ -351,7 +358,7 @@ def _coalesced(
 
     One module in place of two lets XLA fuse across them, and is one launch less. Two tasks become one if the second
     waits for nothing that the first does not wait for, and nothing waits for the first that does not wait for the
-    second as well.
+    second as well. Beside other streams' tasks they only grow up to a number of products.
 
     Args:
       operations: with ``after`` as indices into this list.
@@ -365,6 +372,11 @@ def _coalesced(
             low = mask & -mask
             followers[low.bit_length() - 1] |= 1 << i
             mask ^= low
+    tasks = [(1 << i, other.where.stream) for i, other in enumerate(operations) if isinstance(other, Task)]
+    elsewhere: dict[str, int] = {}  # the tasks of other streams
+    for stream in {stream for _, stream in tasks}:
+        elsewhere[stream] = sum(bit for bit, other in tasks if other != stream)
+    products: dict[int, int] = {}  # of each run, so far
     member_of = list(range(len(operations)))  # the first task of the run that an operation belongs to
     runs: dict[int, list[int]] = {}
     writer = {value: i for i, operation in enumerate(operations) for value in operation.writes}
@@ -386,8 +398,12 @@ def _coalesced(
                 for value in operation.reads
             )
         ):
-            member_of[i] = member_of[previous]
+            beside = elsewhere[operation.where.stream] & ~before[i] & ~followers[i]
+            if not beside or products[member_of[previous]] + operation.products <= _PRODUCTS_BESIDE:
+                member_of[i] = member_of[previous]
         runs.setdefault(member_of[i], []).append(i)
+        if isinstance(operation, Task):
+            products[member_of[i]] = products.get(member_of[i], 0) + operation.products
     readers: dict[int, set[int]] = {}
     for i, operation in enumerate(operations):
         for value in operation.reads:
@@ -416,7 +432,7 @@ def _joined(tasks: Sequence[Any], first: int, readers: Mapping[int, set[int]], k
         return [env[v] for v in writes]
 
     name = " + ".join(dict.fromkeys(task.name for task in tasks))
-    return Task(name, tasks[0].where, reads, writes, (), compute, tasks[0].scope)
+    return Task(name, tasks[0].where, reads, writes, (), compute, tasks[0].scope, sum(task.products for task in tasks))
 
 
 # -- types in memory -------------------------------------------------------------------------------------------------

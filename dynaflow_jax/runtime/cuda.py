@@ -114,6 +114,7 @@ def read_int32(device: int, address: int) -> int:
 
 # What XLA may leave before a capture begins and after it ends: nothing that runs.
 _IDLE = frozenset({"parameter", "constant", "bitcast", "get-tuple-element", "tuple"})
+_COMMENT = re.compile(r"/\*.*?\*/")  # XLA counts the elements of long tuples in comments
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?:\([^=]*?\)|[^\s(]+) ([\w\-]+)\(", re.MULTILINE)
 
 
@@ -123,7 +124,7 @@ def outside_of_capture(text: str) -> str | None:
     for line in text[text.index("\nENTRY ") :].splitlines()[1:]:
         if '"dynaflow_capture_' in line:
             inside = '"dynaflow_capture_begin"' in line
-        elif not inside and (found := _INSTRUCTION.match(line)) and found[1] not in _IDLE:
+        elif not inside and (found := _INSTRUCTION.match(_COMMENT.sub("", line))) and found[1] not in _IDLE:
             return line.strip()
     return None
 

@@ -42,6 +42,9 @@ class DualBatchOverlap(OpScheduler):
         name = "network" if _communicates(op) else "compute"
         return f"{name}{op.micro_batch or 0}" if self.concurrent else name
 
+    def __repr__(self) -> str:
+        return f"DualBatchOverlap({'concurrent=True' if self.concurrent else ''})"
+
 
 def _communicates(op: ScheduledOperator) -> bool:
     return op.bound == "network" or bool(op.tags & {"dispatch", "combine"})

@@ -194,3 +194,19 @@ def test_jitted_functions_stay_shared():
 def test_rows_that_meet_each_other_are_not_derived():
     assert derive(lambda x, i: x[i], [X, integers(4, BATCH)], [0, 0]) is None
     assert derive(lambda x: x @ x.T, [X], [0]) is None
+
+
+def test_a_counter_that_all_rows_share_needs_no_rows():
+    """A cache that keeps its length once for every row, and reads the first: as gemma's does."""
+
+    def decode(cache, x):
+        at = cache["end"][0]
+        keys = lax.dynamic_update_slice(cache["keys"], x[:, None], (0, at, 0))
+        return jnp.einsum("btd,bd->bt", keys, x), {"keys": keys, "end": cache["end"] + 1}
+
+    cache = {"keys": normal(BATCH, 5, 4), "end": jnp.full(BATCH, 2)}
+    assert traces(decode, cache, X, axes=({"keys": 0, "end": None}, 0)) == 1
+    with pytest.raises(df.BatchMixingError, match="takes some rows out of the batch"):
+        df.dynaflow(decode, scheduler=Split(2, 4), batch_axes=0)(cache, X)
+    flow = df.dynaflow(decode, scheduler=Split(2, 4), batch_axes=0, allow_batch_mixing="*")
+    same(flow(cache, X), decode(cache, X))

@@ -36,7 +36,20 @@ def copies(fun, *args):
         (lambda x, w: list(jax.jit(lambda y, w: (y, w))(x + 1, w)), 1),
         (lambda x, w: [jax.checkpoint(lambda x: x.reshape(-1))(x), jnp.sin(x)], 1),
     ],
-    ids=str,
+    ids=[
+        "kernels",
+        "input",
+        "views",
+        "constants",
+        "views of results",
+        "sizes differ",
+        "barrier",
+        "update",
+        "scatter",
+        "jit",
+        "jit of a result",
+        "checkpoint",
+    ],
 )
 def test_views_and_constants_are_copied_and_nothing_else(fun, expected):
     assert copies(fun, X, W) == expected
