@@ -17,65 +17,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
 from examples.benchmarks.keep import keep
-from examples.benchmarks.overlap import XLA, attention, contend, norm, normal
+from examples.benchmarks.overlap import XLA, attention, contend, normal
+from examples.benchmarks.parallel import Exchange, Layer, combine, dispatch, expert_parallel, experts, routes, stays
 
 _JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
 _QUICK = flags.DEFINE_bool("quick", False, "Whether only to see that it works.")
 _CASES = flags.DEFINE_list("cases", None, "Tokens per GPU of the cases to measure; all by default.")
-
-Layer = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-Exchange = Callable[[jax.Array], jax.Array]
-
-
-def routes(tokens: int, experts: int, chosen: int) -> tuple[np.ndarray, np.ndarray]:
-    """Balanced routing within a group: which token is in each of an expert's places, and where each token's are."""
-    to = (np.arange(tokens)[:, None] * chosen + np.arange(chosen)) % experts
-    places, found = np.zeros((experts, tokens * chosen // experts), np.int32), np.zeros((tokens, chosen, 2), np.int32)
-    filled = np.zeros(experts, int)
-    for token in range(tokens):
-        for j, expert in enumerate(to[token]):
-            places[expert, filled[expert]] = token
-            found[token, j] = expert, filled[expert]
-            filled[expert] += 1
-    return places, found
-
-
-def dispatch(x: jax.Array, places: np.ndarray) -> jax.Array:
-    """Tokens of every group in the order of the experts: (experts, groups, places, width)."""
-    return jnp.moveaxis(norm(x)[:, places], 1, 0)
-
-
-def experts(y: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    gate, value = jnp.split(jnp.einsum("egcd,edf->egcf", y, up), 2, axis=-1)
-    return jnp.einsum("egcf,efd->egcd", jax.nn.silu(gate) * value, down)
-
-
-def combine(x: jax.Array, y: jax.Array, found: np.ndarray) -> jax.Array:
-    """Adds to each token what its experts made of it."""
-    return x + jnp.moveaxis(y, 1, 0)[:, found[..., 0], found[..., 1]].sum(2).astype(x.dtype)
-
-
-def model(ws: Sequence[Layer], x: jax.Array, *, there: Exchange, back: Exchange, routing: Any, head: int) -> jax.Array:
-    """Layers on ``x`` of shape (groups, tokens, width)."""
-    places, found = routing
-    for qkv, out, up, down in ws:
-        with df.mark("attention"):
-            x = x + attention(x, qkv, out, head)
-            y = dispatch(x, places)
-        y = there(y)
-        with df.mark("experts"):
-            y = experts(y, up, down)
-        y = back(y)
-        with df.mark("combine"):
-            x = combine(x, y, found)
-    return x
 
 
 def halves(ws: Sequence[Layer], x: jax.Array, *, there: Exchange, back: Exchange, routing: Any, head: int) -> jax.Array:
@@ -120,7 +73,7 @@ def measure(mesh: Any, specs: Any, ws: Any, x: jax.Array, routing: Any, head: in
     there = functools.partial(jax.lax.all_to_all, axis_name="ep", split_axis=0, concat_axis=2, tiled=True)
     back = functools.partial(jax.lax.all_to_all, axis_name="ep", split_axis=2, concat_axis=0, tiled=True)
     own: dict[str, Any] = {"there": there, "back": back, "routing": routing, "head": head}
-    whole, split = functools.partial(model, **own), functools.partial(halves, **own)
+    whole, split = functools.partial(expert_parallel, **own), functools.partial(halves, **own)
     ours = {}
     strategies = {
         "one": df.strategies.SingleBatchOverlap(),
@@ -132,16 +85,11 @@ def measure(mesh: Any, specs: Any, ws: Any, x: jax.Array, routing: Any, head: in
     theirs = {f"whole, {name}": mapped(whole, options) for name, options in XLA.items()}
     theirs["halves, default"] = mapped(split)
 
-    def stays(y: jax.Array, *, to_experts: bool) -> jax.Array:
-        """An exchange's shapes without the exchange."""
-        e, g, c, d = y.shape
-        return y.reshape(e // 2, g, 2 * c, d) if to_experts else y.reshape(2 * e, g, c // 2, d)
-
     alone = {
         "there": functools.partial(stays, to_experts=True),
         "back": functools.partial(stays, to_experts=False),
     }
-    limit = mapped(functools.partial(model, **(own | alone)))
+    limit = mapped(functools.partial(expert_parallel, **(own | alone)))
     rounds, calls = (1, 2) if _QUICK.value else (5, max(4, min(30, 50_000 // tokens)))
     reference = {name: "whole, default" if name == "one" else "halves, default" for name in strategies}
     return contend(f"ep-{tokens}", ours, theirs, limit, reference, (ws, x), rounds, calls)

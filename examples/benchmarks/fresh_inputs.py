@@ -1,6 +1,9 @@
 """Dispatched plans of all example models, called with fresh inputs over and over: are the results right every time?
 
-    JAX_PLATFORMS=cuda python -m examples.benchmarks.fresh_inputs [--quick] [--calls=1000] [--json=FILE]
+    JAX_PLATFORMS=cuda,cpu python -m examples.benchmarks.fresh_inputs [--quick] [--calls=1000] [--json=FILE]
+
+Where there are two devices, plans that communicate are among them: tensor-parallel and expert-parallel layers, and the
+training steps of data-parallel and fully sharded weights.
 
 Every call's result is compared twice. With the same partitions run one after the other on one stream it must be equal
 bit by bit: whatever differs is a race. From the same plan lowered to XLA it may differ, because XLA fuses across what
@@ -13,6 +16,7 @@ that magnify what they are given. The unit is that of the activations, or of TF3
 """
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -21,14 +25,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import app, flags
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
-from examples.benchmarks import chains, llama
+from examples.benchmarks import chains, llama, parallel, training
 from examples.benchmarks.keep import keep
+from examples.benchmarks.overlap import normal
 from examples.minilm import model as minilm
 
 _JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
 _QUICK = flags.DEFINE_bool("quick", False, "Whether only to see that it works.")
+_CASES = flags.DEFINE_list("cases", None, "Names of the models; all by default.")
 _CALLS = flags.DEFINE_integer("calls", 1000, "Calls of each model.", lower_bound=1)
 
 
@@ -41,17 +49,24 @@ class Case:
       weights: its weights.
       fresh: draws inputs, from a key.
       apart: a strategy of several streams.
+      axes: where the batch is.
+      mapped: from a function of one device to that of all.
     """
 
     fun: Callable[..., Any]
     weights: Any
     fresh: Callable[[jax.Array], tuple[Any, ...]]
     apart: df.OpScheduler
+    axes: Any = (None, 0)
+    mapped: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda fun: fun
 
 
 def main(argv: Sequence[str]) -> None:
     del argv
     cases = models(_QUICK.value)
+    if jax.device_count() > 1:
+        cases |= parallel_models(_QUICK.value)
+    cases = {name: case for name, case in cases.items() if _CASES.value is None or name in _CASES.value}
     calls = min(_CALLS.value, 5) if _QUICK.value else _CALLS.value
     keep(_JSON.value, "fresh_inputs", [check(name, case(), calls) for name, case in cases.items()])
 
@@ -79,7 +94,7 @@ def models(quick: bool) -> dict[str, Callable[[], Case]]:
             return jax.random.randint(words, (rows, tokens), 0, config.vocab_size), jnp.arange(tokens) < length
 
         weights = jax.jit(model.init)(jax.random.key(0), *draw(jax.random.key(1)))
-        return Case(model.apply, weights, draw, halves)
+        return Case(model.apply, weights, draw, halves, (None, 0, 0))
 
     def of_chain() -> Case:
         count, width, depth = (8, 32, 4) if quick else (256, 1024, 16)
@@ -90,20 +105,88 @@ def models(quick: bool) -> dict[str, Callable[[], Case]]:
         count, width, depth = (8, 32, 4) if quick else (128, 1024, 16)
         draw = lambda key: ([jax.random.normal(k, (count, width), jnp.bfloat16) for k in jax.random.split(key, 4)],)  # noqa: E731
         wss = [chains.weights(width, depth, seed) for seed in range(4)]
-        return Case(chains.branches, wss, draw, chains.StreamForEachName())
+        return Case(chains.branches, wss, draw, chains.StreamForEachName(), None)
 
     return {"llama": of_llama, "minilm": of_minilm, "chain": of_chain, "branches": of_branches}
 
 
+def parallel_models(quick: bool) -> dict[str, Callable[[], Case]]:
+    """Models of two devices, with the strategies that are for them."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    width, hidden, head, depth, rows, tokens = (64, 96, 16, 2, 4, 8) if quick else (1024, 2048, 64, 4, 8, 64)
+    columns = (P(None, "x"), P("x"), P(None, "x"), P("x"))
+
+    def layers(specs: Sequence[P], shapes: Sequence[Sequence[int]]) -> list[tuple[jax.Array, ...]]:
+        make = functools.partial(normal, mesh)
+        return [
+            tuple(make(tuple(s), p, 4 * i + j) for j, (s, p) in enumerate(zip(shapes, specs, strict=True)))
+            for i in range(depth)
+        ]
+
+    def fresh(spec: P, *shape: int) -> Callable[[jax.Array], tuple[jax.Array]]:
+        def draw(key: jax.Array) -> tuple[jax.Array]:
+            drawn = jax.random.normal(key, shape).astype(jnp.bfloat16)
+            return (jax.lax.with_sharding_constraint(drawn, NamedSharding(mesh, spec)),)
+
+        return draw
+
+    def on_both(*specs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        weights, inputs, outputs = specs
+        return lambda fun: jax.shard_map(fun, mesh=mesh, in_specs=(weights, inputs), out_specs=outputs, check_vma=False)
+
+    def of_tensor_parallel() -> Case:
+        total = functools.partial(jax.lax.psum, axis_name="x")
+        fun = functools.partial(parallel.tensor_parallel, reduce=total, head=head)
+        weights = layers(columns, training.shapes(width, hidden))
+        overlapped = df.strategies.NanoFlow(2, concurrent=True)
+        return Case(
+            fun, weights, fresh(P(), rows, tokens, width), overlapped, mapped=on_both([columns] * depth, P(), P())
+        )
+
+    def of_expert_parallel() -> Case:
+        experts, chosen = 8, 2
+        there = functools.partial(jax.lax.all_to_all, axis_name="x", split_axis=0, concat_axis=2, tiled=True)
+        back = functools.partial(jax.lax.all_to_all, axis_name="x", split_axis=2, concat_axis=0, tiled=True)
+        routing = parallel.routes(tokens, experts, chosen)
+        fun = functools.partial(parallel.expert_parallel, there=there, back=back, routing=routing, head=head)
+        specs = (P(), P(), P("x"), P("x"))
+        shapes = ((width, 3 * width), (width, width), (experts, width, 2 * hidden // 4), (experts, hidden // 4, width))
+        strategy = df.strategies.DualBatchOverlap()
+        split = fresh(P("x"), 2 * rows, tokens, width)
+        return Case(fun, layers(specs, shapes), split, strategy, mapped=on_both([specs] * depth, P("x"), P("x")))
+
+    def of_data_parallel() -> Case:
+        mean = functools.partial(df.collectives.all_reduce, axis_name="x", op="mean")
+        fun = functools.partial(training.step, reduce=mean, head=head)
+        weights = layers((P(),) * 4, training.shapes(width, hidden))
+        strategy = df.strategies.GradientBuckets(4 << 20)
+        split = fresh(P("x"), 2 * rows, tokens, width)
+        return Case(fun, weights, split, strategy, None, on_both(P(), P("x"), (P("x"), P())))
+
+    def of_sharded_weights() -> Case:
+        gather = functools.partial(df.collectives.all_gather, axis_name="x")
+        fun = functools.partial(training.step, gather=gather, head=head)
+        weights = layers((P("x"),) * 4, training.shapes(width, hidden))
+        strategy = df.strategies.ParameterPrefetch()
+        split = fresh(P("x"), 2 * rows, tokens, width)
+        return Case(fun, weights, split, strategy, None, on_both(P("x"), P("x"), (P("x"), P("x"))))
+
+    return {
+        "tensor parallel": of_tensor_parallel,
+        "expert parallel": of_expert_parallel,
+        "data parallel": of_data_parallel,
+        "sharded weights": of_sharded_weights,
+    }
+
+
 def check(name: str, case: Case, calls: int) -> dict[str, Any]:
     """Calls a model with fresh inputs; everything is compared on the device and fetched at the end."""
-    axes = (None, *(0 for _ in case.fresh(jax.random.key(0)))) if _splits(case) else None
 
-    def flow(scheduler: df.OpScheduler, backend: str) -> Any:
-        return df.dynaflow(case.fun, scheduler=scheduler, batch_axes=axes, backend=backend)
+    def flow(backend: str) -> Any:
+        return df.dynaflow(case.fun, scheduler=case.apart, batch_axes=case.axes, backend=backend)
 
-    apart = flow(case.apart, "dispatch")
-    runs = [jax.jit(apart), jax.jit(flow(case.apart, "dispatch")), jax.jit(flow(case.apart, "xla"))]
+    apart = flow("dispatch")
+    runs = [jax.jit(case.mapped(run)) for run in (apart, flow("dispatch"), flow("xla"))]
     fresh = jax.jit(case.fresh)
     os.environ["DYNAFLOW_SERIAL"] = "1"  # what matters is when a function is traced
     jax.block_until_ready(runs[1](case.weights, *fresh(jax.random.key(0))))
@@ -126,14 +209,20 @@ def check(name: str, case: Case, calls: int) -> dict[str, Any]:
             jax.block_until_ready(found[-1])
     equal, off = (jnp.stack(values) for values in zip(*found, strict=True))
     seconds = time.perf_counter() - start
-    operators = len(apart.graph(case.weights, *case.fresh(jax.random.key(0))))
-    dtype = jax.tree.leaves(jax.eval_shape(case.fun, case.weights, *case.fresh(jax.random.key(0))))[0].dtype
-    limit = 4 * operators**0.5 * unit(dtype)
+    operators = 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal operators
+        operators = len(apart.graph(*args))
+        return case.fun(*args)
+
+    results = jax.eval_shape(case.mapped(counted), case.weights, *fresh(jax.random.key(0)))
+    limit = 4 * operators**0.5 * unit(jax.tree.leaves(results)[-1].dtype)
     row = {"case": name, "calls": calls, "equal": int(equal.sum()), "operators": operators}
     row |= {"difference": float(off.max()), "limit": limit, "seconds": seconds}
     verdict = "as it must be" if row["equal"] == calls and row["difference"] <= limit else "WRONG"
     print(
-        f"{name:10s} {calls} calls, {row['equal']} equal to one stream bit by bit; from XLA at most "
+        f"{name:15s} {calls} calls, {row['equal']} equal to one stream bit by bit; from XLA at most "
         f"{row['difference']:.2e} (limit {limit:.2e}): {verdict}; {seconds:.1f} s with compiling",
         flush=True,
     )
@@ -145,10 +234,6 @@ def unit(dtype: Any) -> float:
     tf32 = 2.0**-10
     exact = float(jnp.finfo(dtype).eps)
     return max(exact, tf32) if jax.default_backend() == "gpu" else exact
-
-
-def _splits(case: Case) -> bool:
-    return isinstance(case.apart, chains.StreamForEachMicroBatch)
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """What the benchmarks of several GPUs share: Llama's blocks, XLA's ways to run them, and the comparison."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,22 +28,34 @@ def norm(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x.astype(jnp.float32) ** 2, -1, keepdims=True) + 1e-6).astype(x.dtype)
 
 
-def attention(x: jax.Array, qkv: jax.Array, out: jax.Array, head: int) -> jax.Array:
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention of every head, on arrays of shape (batch, tokens, heads, width of a head)."""
+    kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
+
+
+def attention(x: jax.Array, qkv: jax.Array, out: jax.Array, head: int, attend: Attend = attend) -> jax.Array:
     """Causal attention on ``x`` of shape (batch, tokens, width), with as many heads as ``qkv`` has."""
     batch, tokens, _ = x.shape
     q, k, v = jnp.split((norm(x) @ qkv).reshape(batch, tokens, -1, head), 3, axis=2)
-    kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    heads = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
-    return heads.reshape(batch, tokens, -1) @ out
+    return attend(q, k, v).reshape(batch, tokens, -1) @ out
 
 
 def normal(mesh: Any, shape: tuple[int, ...], spec: Any, seed: int, scale: float = 0.02) -> jax.Array:
     """Random bfloat16 numbers, sharded."""
-    made = jax.jit(
-        lambda: (jax.random.normal(jax.random.key(seed), shape) * scale).astype(jnp.bfloat16),
-        out_shardings=NamedSharding(mesh, spec),
+    return _drawing(tuple(shape), NamedSharding(mesh, spec), scale)(seed)
+
+
+@functools.cache
+def _drawing(shape: tuple[int, ...], sharding: NamedSharding, scale: float) -> Callable[[int], jax.Array]:
+    """What draws arrays of a shape, compiled once for all of them."""
+    return jax.jit(
+        lambda seed: (jax.random.normal(jax.random.key(seed), shape) * scale).astype(jnp.bfloat16),
+        out_shardings=sharding,
     )
-    return made()
 
 
 @jax.jit

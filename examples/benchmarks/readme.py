@@ -70,6 +70,8 @@ def render(text: str, results: Mapping[str, Sequence[Row]]) -> str:
 
 def heading(data: Row) -> str:
     """Where and when something was measured."""
+    if data["benchmark"] == "predicted":
+        return f"Predicted on a {data['device']}, JAX {data['versions']['jax']}, {data['date']}:"
     return f"Measured on {data['device']}, JAX {data['versions']['jax']}, {data['date']}:"
 
 
@@ -119,6 +121,8 @@ STRATEGIES = {
         "two": "DualBatchOverlap()",
         "two, concurrent": "DualBatchOverlap(concurrent=True)",
     },
+    "ddp": {f"buckets of {mib} MiB": f"GradientBuckets({mib} << 20)" for mib in (25, 200)},
+    "fsdp": {f"{ahead} ahead": f"ParameterPrefetch({ahead})" for ahead in (1, 2)},
 }
 """What a benchmark's short names of its strategies mean."""
 
@@ -154,6 +158,29 @@ def overlap(rows: Sequence[Row]) -> str:
                 "same bits" if row["equal"] else f"{row['difference']:.1e}",
             )
         )
+    return table(header, cells)
+
+
+def end_to_end(rows: Sequence[Row]) -> str:
+    """Tokens per second of a whole model, against the best that XLA does and against no communication at all."""
+    header = ("case", "XLA's best", "which", "dispatched", "times as fast", "at most", "tokens/s", "XLA's tokens/s")
+    cells = []
+    for row in rows:
+        best, ours, limit = row["best_xla_us"], row["ours_us"], row["limit_us"]
+        times = (f"{best:.0f} µs", row["best_xla"], f"{ours:.0f} µs", f"{best / ours:.3f}", f"{best / limit:.3f}")
+        rates = (f"{row['ours_tokens_per_s']:.0f}", f"{row['best_xla_tokens_per_s']:.0f}")
+        cells.append((row["case"], *times, *rates))
+    return table(header, cells)
+
+
+def predicted(rows: Sequence[Row]) -> str:
+    """Times that the cost model predicts, against measured ones."""
+    header = ("case", "strategy", "predicted", "measured", "off by")
+    cells = []
+    for row in rows:
+        what = row["strategy"] if row["what"] == "ours" else row["what"]
+        times = (f"{row['predicted_us']:.0f} µs", f"{row['measured_us']:.0f} µs", f"{row['error']:+.0%}")
+        cells.append((row["case"], f"`{what}`", *times))
     return table(header, cells)
 
 
@@ -251,6 +278,8 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "ep_overlap": overlap,
     "ddp_overlap": overlap,
     "fsdp_overlap": overlap,
+    "end_to_end": end_to_end,
+    "predicted": predicted,
     "kernels": kernels,
     "one_gpu": one_gpu,
     "launch_overhead": launch_overhead,

@@ -21,34 +21,15 @@ from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
 from examples.benchmarks.keep import keep
-from examples.benchmarks.overlap import XLA, attention, contend, norm, normal
+from examples.benchmarks.overlap import XLA, attention, contend, normal
+from examples.benchmarks.parallel import Exchange, Layer, mlp, tensor_parallel
 
 _JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
 _QUICK = flags.DEFINE_bool("quick", False, "Whether only to see that it works.")
 _CASES = flags.DEFINE_list("cases", None, "Tokens of the cases to measure; all by default.")
 
-Layer = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-Reduce = Callable[[jax.Array], jax.Array]
 
-
-def mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    gate, value = jnp.split(norm(x) @ up, 2, axis=-1)
-    return (jax.nn.silu(gate) * value) @ down
-
-
-def model(ws: Sequence[Layer], x: jax.Array, *, reduce: Reduce, head: int) -> jax.Array:
-    """Pre-norm layers on ``x`` of shape (batch, tokens, width); each device has its share of heads and hidden units."""
-    for qkv, out, up, down in ws:
-        with df.mark("attention"):
-            y = attention(x, qkv, out, head)
-        x = x + reduce(y)
-        with df.mark("mlp"):
-            y = mlp(x, up, down)
-        x = x + reduce(y)
-    return x
-
-
-def halves(ws: Sequence[Layer], x: jax.Array, *, reduce: Reduce, head: int) -> jax.Array:
+def halves(ws: Sequence[Layer], x: jax.Array, *, reduce: Exchange, head: int) -> jax.Array:
     """The same, split by hand for XLA's scheduler."""
     parts = jnp.split(x, 2)
     for qkv, out, up, down in ws:
@@ -87,7 +68,7 @@ def measure(mesh: Any, specs: Any, ws: Any, x: jax.Array, head: int) -> dict[str
         return jax.jit(inner, compiler_options=options)
 
     total = functools.partial(jax.lax.psum, axis_name="tp")
-    whole = functools.partial(model, reduce=total, head=head)
+    whole = functools.partial(tensor_parallel, reduce=total, head=head)
     split = functools.partial(halves, reduce=total, head=head)
     ours = {}
     for k in (1, 2):
@@ -95,7 +76,7 @@ def measure(mesh: Any, specs: Any, ws: Any, x: jax.Array, head: int) -> dict[str
         ours[f"k={k}"] = mapped(df.dynaflow(whole, scheduler=strategy, batch_axes=(None, 0), backend="dispatch"))
     theirs = {f"whole, {name}": mapped(whole, options) for name, options in XLA.items()}
     theirs |= {f"halves, {name}": mapped(split, XLA[name]) for name in ("default", "latency hiding")}
-    limit = mapped(functools.partial(model, reduce=lambda y: y, head=head))
+    limit = mapped(functools.partial(tensor_parallel, reduce=lambda y: y, head=head))
     rounds, calls = (1, 2) if _QUICK.value else (5, max(4, min(40, 100_000 // tokens)))
     reference = {"k=1": "whole, default", "k=2": "halves, default"}
     return contend(f"tp-{tokens}", ours, theirs, limit, reference, (ws, x), rounds, calls)
