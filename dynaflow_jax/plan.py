@@ -306,7 +306,9 @@ def _replay(steps: tuple[Step, ...], region: Region, info: InputInfo) -> None:
             except Exception as error:
                 if step.fn is None:
                     raise
-                raise PlanError(f"step {index} ({step}): the function in place of the operators failed: {error}") from error
+                raise PlanError(
+                    f"step {index} ({step}): the function in place of the operators failed: {error}"
+                ) from error
             if made.reads != step.reads:
                 raise PlanError(f"step {index} ({step}) says it reads steps {step.reads}; it reads {made.reads}.")
             if (made.body is None) != (step.body is None):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,8 +20,10 @@ from dynaflow_jax.batch.split import merge_problem
 from dynaflow_jax.batch.state import INVARIANT
 from dynaflow_jax.errors import ScheduleError
 from dynaflow_jax.graph import Operator, OpGraph
+from dynaflow_jax.text import shown
 
-_PATIENCE = 10_000  # calls of get_ready_ops without an execute, before a strategy counts as stuck
+_PATIENCE = 10_000  # questions without an execute, before a strategy counts as stuck
+_MAX_NUMBER = 2**31  # of a priority or a number of multiprocessors, which the executor holds in 32 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +114,20 @@ class ScheduledOperator:
     __slots__ = ("_context", "micro_batch", "operator")
 
     def __init__(self, operator: Operator, micro_batch: int | None, context: ScheduleContext):
-        self.operator = operator
-        self.micro_batch = micro_batch
-        self._context = context
+        for name, value in (("operator", operator), ("micro_batch", micro_batch), ("_context", context)):
+            object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.operator, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ScheduleError(f"{self.ref} cannot be changed: a strategy orders operators, it does not edit them.")
+
+    def __copy__(self) -> ScheduledOperator:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> ScheduledOperator:
+        return self
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ScheduledOperator) and self.ref == other.ref and self._context is other._context
@@ -236,19 +247,24 @@ class ScheduleContext:
           The operators; empty when all are executed (or none of this micro-batch is ready).
         """
         if micro_batch is not None and micro_batch not in range(len(self.sizes)):
-            raise ScheduleError(f"There is no micro-batch {micro_batch!r}; there are {len(self.sizes)}, from 0.")
+            raise ScheduleError(f"There is no micro-batch {shown(micro_batch)}; there are {len(self.sizes)}, from 0.")
+        self._asked()
+        refs = [ref for _, ref in self._ready]
+        return [self._ops[ref] for ref in refs if micro_batch is None or ref.micro_batch in (micro_batch, None)]
+
+    def all_ops(self) -> list[ScheduledOperator]:
+        """Every operator of every micro-batch, executed or not, in program order."""
+        self._asked()
+        return [self._ops[ref] for ref in sorted(self._ops, key=self._order.__getitem__)]
+
+    def _asked(self) -> None:
+        """Counts questions, so that a loop of questions alone ends."""
         self._idle_calls += 1
         if self._idle_calls > _PATIENCE:
             raise ScheduleError(
                 f"The strategy asked {_PATIENCE} times what is ready without executing anything. "
                 + (f"{self._ready[0][1]} is: execute it." if self._ready else "Nothing is left: leave the loop.")
             )
-        refs = [ref for _, ref in self._ready]
-        return [self._ops[ref] for ref in refs if micro_batch is None or ref.micro_batch in (micro_batch, None)]
-
-    def all_ops(self) -> list[ScheduledOperator]:
-        """Every operator of every micro-batch, executed or not, in program order."""
-        return [self._ops[ref] for ref in sorted(self._ops, key=self._order.__getitem__)]
 
     def execute(
         self,
@@ -279,16 +295,19 @@ class ScheduleContext:
           ScheduleError: naming the operator, if it was executed before or its inputs were not, if ``fn`` does not
             return what the operators do, or if an argument makes no sense.
         """
-        ops = _listed(op_or_ops)
+        ops = self._listed(op_or_ops)
         refs = tuple(self._checked(op) for op in ops)
         if not refs:
             raise ScheduleError("ctx.execute was called with no operator.")
         if not isinstance(stream, str) or not stream:
-            raise ScheduleError(f"{refs[0]}: a stream is a name such as 'compute', not {stream!r}.")
-        if sm_budget is not None and (not isinstance(sm_budget, int) or sm_budget < 1 or sm_budget is True):
-            raise ScheduleError(f"{refs[0]}: sm_budget is a positive number of multiprocessors, not {sm_budget!r}.")
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise ScheduleError(f"{refs[0]}: priority is a whole number, not {priority!r}.")
+            raise ScheduleError(f"{refs[0]}: a stream is a name such as 'compute', not {shown(stream)}.")
+        is_budget = type(sm_budget) is int and 1 <= sm_budget < _MAX_NUMBER
+        if sm_budget is not None and not is_budget:
+            raise ScheduleError(
+                f"{refs[0]}: sm_budget is a positive number of multiprocessors, not {shown(sm_budget)}."
+            )
+        if type(priority) is not int or not -_MAX_NUMBER < priority < _MAX_NUMBER:
+            raise ScheduleError(f"{refs[0]}: priority is a whole number of 32 bits, not {shown(priority)}.")
         reads = self._check_inputs(refs)
         step = Step(refs, stream, reads, self._indices(after, refs[0]), priority, sm_budget, fn)
         once = [op for op in ops if op.operator.runs_once]
@@ -317,9 +336,21 @@ class ScheduleContext:
         self._idle_calls = 0
         return step
 
+    def _listed(self, value: Any) -> tuple[Any, ...]:
+        """One operator or step, or several, as a tuple."""
+        if not isinstance(value, Iterable) or isinstance(value, str):
+            return (value,)
+        most = len(self._ops)
+        found = tuple(itertools.islice(value, most + 1))
+        if len(found) > most:
+            raise ScheduleError(
+                f"More than {most} operators were listed, which is how many there are: {shown(found[0])}, ..."
+            )
+        return found
+
     def _checked(self, op: Any) -> OpRef:
         if not isinstance(op, ScheduledOperator):
-            raise ScheduleError(f"ctx.execute takes operators that ctx.get_ready_ops returned, not {op!r}.")
+            raise ScheduleError(f"ctx.execute takes operators that ctx.get_ready_ops returned, not {shown(op)}.")
         if op._context is not self:
             raise ScheduleError(f"{op.ref} belongs to another region or plan; execute what this ctx hands out.")
         return op.ref
@@ -340,7 +371,7 @@ class ScheduleContext:
 
     def _indices(self, after: Any, ref: OpRef) -> tuple[int, ...]:
         found = []
-        for item in _listed(after):
+        for item in self._listed(after):
             if isinstance(item, ScheduledOperator):
                 index = self._done.get(self._checked(item))
             elif isinstance(item, Step):
@@ -348,7 +379,9 @@ class ScheduleContext:
                 if index is not None and self._steps[index] is not item:
                     index = None
             else:
-                raise ScheduleError(f"{ref}: after= takes operators, or steps that ctx.execute returned; not {item!r}.")
+                raise ScheduleError(
+                    f"{ref}: after= takes operators, or steps that ctx.execute returned; not {shown(item)}."
+                )
             if index is None:
                 name = item.ref if isinstance(item, ScheduledOperator) else item
                 raise ScheduleError(f"{ref}: after= names {name}, which was not executed yet, or not by this ctx.")
@@ -375,7 +408,7 @@ class ScheduleContext:
         Raises:
           ScheduleError: if they are of several micro-batches, or run once for all.
         """
-        listed = _listed(ops)
+        listed = self._listed(ops)
         refs = self._refs(listed)
         if len({ref.micro_batch for ref in refs}) != 1 or any(op.operator.runs_once for op in listed):
             raise ScheduleError(f"{' + '.join(map(str, refs))} are no operators of one micro-batch.")
@@ -386,26 +419,20 @@ class ScheduleContext:
         return compat.closed_jaxpr(invars, outvars, eqns, refs[0].key)
 
     def _refs(self, ops: Any) -> tuple[OpRef, ...]:
-        return tuple(self._checked(op) for op in _listed(ops))
+        return tuple(self._checked(op) for op in self._listed(ops))
 
     def _check_replacement(self, fn: Callable[..., Any], refs: tuple[OpRef, ...]) -> None:
-        name = f"fn={getattr(fn, '__name__', fn)!r} in place of {' + '.join(map(str, refs))}"
+        name = replacement_name(fn, refs)
         if not callable(fn):
             raise ScheduleError(f"{name} is not callable.")
         inputs = [var.aval for _, var in external_inputs(self._region, refs)]
         outputs = [var.aval for _, var in external_outputs(self._region, refs)]
         shapes = ", ".join(aval.str_short() for aval in inputs)
         try:
-            got = jax.tree.leaves(compat.shapes_of(fn, inputs, self._region.axes))
+            compat.shapes_of(lambda *values: results_of(fn, values, outputs, name), inputs, self._region.axes)
         except Exception as error:
             error.add_note(f"{name} failed on inputs of shapes {shapes}.")
             raise
-        expected = [(aval.shape, aval.dtype) for aval in outputs]
-        if [(out.shape, out.dtype) for out in got] != expected:
-            raise ScheduleError(
-                f"{name} returned {', '.join(f'{out.dtype}{list(out.shape)}' for out in got) or 'nothing'} for inputs "
-                f"{shapes}; the operators return {', '.join(aval.str_short() for aval in outputs) or 'nothing'}."
-            )
 
     def _check_merge(self, ops: tuple[ScheduledOperator, ...]) -> None:
         for op in ops:
@@ -433,9 +460,35 @@ class ScheduleContext:
             )
 
 
-def _listed(value: Any) -> tuple[Any, ...]:
-    """One operator or step, or several, as a tuple."""
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+def replacement_name(fn: Callable[..., Any], refs: Iterable[OpRef]) -> str:
+    """A function and the operators that it replaces, for messages."""
+    return f"fn={shown(getattr(fn, '__name__', fn))} in place of {' + '.join(map(str, refs))}"
+
+
+def results_of(fn: Callable[..., Any], values: Sequence[Any], outputs: Sequence[Any], name: str) -> list[Any]:
+    """What a function returns that replaces operators, checked: it might differ from one call to the next.
+
+    Args:
+      fn: the function.
+      values: its arguments.
+      outputs: shapes and dtypes that it has to return.
+      name: of the function and the operators, for messages.
+
+    Raises:
+      ScheduleError: if it returns anything else.
+    """
+    results = jax.tree.leaves(fn(*values))
+    try:
+        got = [compat.aval_of(result) for result in results]
+    except TypeError as error:
+        raise ScheduleError(f"{name} returned what is no array: {error}") from error
+    if [(aval.shape, aval.dtype) for aval in got] != [(aval.shape, aval.dtype) for aval in outputs]:
+        returned, read, expected = (
+            ", ".join(aval.str_short() for aval in avals) or "nothing"
+            for avals in (got, map(compat.aval_of, values), outputs)
+        )
+        raise ScheduleError(f"{name} returned {returned} for inputs {read}; the operators return {expected}.")
+    return results
 
 
 def external_inputs(region: Region, refs: Sequence[OpRef]) -> list[tuple[int, Any]]:

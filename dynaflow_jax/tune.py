@@ -9,6 +9,7 @@ import math
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,7 +18,7 @@ import jax
 
 from dynaflow_jax import cache, compat
 from dynaflow_jax.candidates import AutoDynaFlow, Candidate, Candidates
-from dynaflow_jax.errors import DynaFlowError, PlanError
+from dynaflow_jax.errors import DispatchWarning, DynaFlowError, PlanError
 from dynaflow_jax.plan import Plan
 from dynaflow_jax.strategies.auto import Auto
 from dynaflow_jax.text import table
@@ -296,7 +297,11 @@ class Contest:
         def call(flow: DynaFlow | None = flow) -> Any:  # which holds what a dispatched plan consists of
             return compiled(leaves)
 
-        jax.block_until_ready(call())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DispatchWarning)
+            jax.block_until_ready(call())
+        if candidate.index and candidate.backend == "dispatch" and not resolved.choice.dispatch:
+            raise DynaFlowError(resolved.choice.why)  # found out inside shard_map
         return call
 
     def _elapsed(self) -> float:

@@ -168,12 +168,10 @@ def changed(case, change):
 EDITS = {
     "never executed b": lambda data: data["steps"].pop(),
     "executed before": lambda data: data["steps"].append(data["steps"][0]),
-    "executed before its inputs": lambda data: data["steps"].reverse(),
+    "executed before its inputs": lambda data: data.update(steps=[{**s, "reads": []} for s in data["steps"][::-1]]),
     "runs c[0], which the function does not have": lambda data: data["steps"][0].update(run=[["c", 0]]),
     "runs a[7], which the function does not have": lambda data: data["steps"][0].update(run=[["a", 7]]),
     "runs a, which the function does not have": lambda data: data["steps"][0].update(run=[["a", None]]),
-    "waits for step 3, which does not come before it": lambda data: data["steps"][0].update(after=[3]),
-    "waits for step -1": lambda data: data["steps"][0].update(after=[-1]),
     "says it reads steps (0, 1); it reads (0,)": lambda data: data["steps"][2].update(reads=[0, 1]),
     "has steps inside, and should not": lambda data: data["steps"][0].update(body=[]),
     "sm_budget is a positive number": lambda data: data["steps"][0].update(sm_budget=-1),
@@ -219,9 +217,17 @@ DAMAGES = {
     "plan.steps[0].stream must be text, not None": lambda data: data["steps"][0].update(stream=None),
     "plan.steps[0].reads must hold whole numbers": lambda data: data["steps"][0].update(reads=["0"]),
     "plan.steps[0] has an unknown field 'color'": lambda data: data["steps"][0].update(color="red"),
+    "plan.steps[1].reads names step 1, which does not come": lambda data: data["steps"][1].update(reads=[0, 1]),
+    "plan.steps[2].after names step -1, which does not come": lambda data: data["steps"][2].update(after=[-1]),
+    "plan.steps[0].priority has a number of more than 64": lambda data: data["steps"][0].update(priority=2**63),
+    "plan.sizes has a number of more than 64 bits": lambda data: data.update(sizes=[9 * 10**4_299] * 12),
     "plan.steps[0].body[0] must be an object": lambda data: data["steps"][0].update(body=[0]),
     "plan.steps[0].fn names 'nowhere:f', which is not found": lambda data: data["steps"][0].update(fn="nowhere:f"),
     "plan.steps[0].fn names 'jax:__name__', which is not a": lambda data: data["steps"][0].update(fn="jax:__name__"),
+    "plan.steps[0].fn names 'builtins:dict', which is not a": lambda data: data["steps"][0].update(fn="builtins:dict"),
+    "plan.steps[0].fn names 'builtins:exit', which no plan": lambda data: data["steps"][0].update(fn="builtins:exit"),
+    "plan.steps[0].fn names 'posix:_exit', which no plan": lambda data: data["steps"][0].update(fn="posix:_exit"),
+    "plan.steps[0].fn names 'jax:jit', which no plan": lambda data: data["steps"][0].update(fn="jax:jit"),
 }
 
 
@@ -236,6 +242,26 @@ def test_damaged_json_says_where(message):
 def test_what_is_no_plan(text):
     with pytest.raises(df.PlanError):
         df.Plan.from_json(text)
+
+
+def test_plans_that_are_nested_too_deep():
+    """Deeper than functions nest loops, and deeper than Python shows values."""
+    step = '{"run": [["a", 0]], "stream": "s", "body": ['
+    head = '{"version": 1, "strategy": "s", "fingerprint": "f", "sizes": [8], "steps": ['
+    for depth in (100, 300, 3_000):
+        with pytest.raises(df.PlanError, match="64 levels deep|not JSON"):
+            df.Plan.from_json(head + step * depth + "]}" * depth + "]}")
+        with pytest.raises(df.PlanError, match="whole numbers|too deep|not JSON"):
+            df.Plan.from_json(head.replace("8", "[" * depth + "]" * depth) + "]}")
+
+
+def test_a_replacement_that_fails_is_the_plan_that_does_not_fit():
+    def broken(x, w):
+        raise ZeroDivisionError("of the function")
+
+    plan = df.Plan.from_json(flow_of("replaced").plan(W, X).to_json(), {f"{__name__}:fused": broken})
+    with pytest.raises(df.PlanError, match=r"step 0 .*the function in place of the operators failed: of the function"):
+        flow_of("replaced", plan)(W, X)
 
 
 def test_truncated_json():

@@ -1,5 +1,7 @@
 """What a strategy may do, and what it is told when it may not."""
 
+import copy
+import itertools
 import re
 
 import jax
@@ -65,7 +67,12 @@ ERRORS = {
     "no stream": (lambda ctx: first(ctx, stream=""), "a[0]: a stream is a name"),
     "sm_budget": (lambda ctx: first(ctx, sm_budget=0), "a[0]: sm_budget is a positive number of multiprocessors"),
     "sm_budget True": (lambda ctx: first(ctx, sm_budget=True), "a[0]: sm_budget is a positive number"),
-    "priority": (lambda ctx: first(ctx, priority="high"), "a[0]: priority is a whole number, not 'high'"),
+    "priority": (lambda ctx: first(ctx, priority="high"), "a[0]: priority is a whole number of 32 bits, not 'high'"),
+    "huge priority": (lambda ctx: first(ctx, priority=2**31), "a[0]: priority is a whole number of 32 bits, not 2147"),
+    "huge sm_budget": (lambda ctx: first(ctx, sm_budget=2**31), "a[0]: sm_budget is a positive number of multiproc"),
+    "too long to show": (lambda ctx: first(ctx, stream=10**5_000), "not <int that cannot be shown>"),
+    "endless": (lambda ctx: ctx.execute(itertools.repeat(ctx.all_ops()[0])), "More than 4 operators were listed"),
+    "endless after": (lambda ctx: first(ctx, after=itertools.count()), "More than 4 operators were listed"),
     "after the future": (lambda ctx: first(ctx, after=ctx.all_ops()[1]), "a[0]: after= names a[1], which was not"),
     "after itself": (lambda ctx: first(ctx, after=ctx.all_ops()[0]), "a[0]: after= names a[0], which was not"),
     "after a name": (lambda ctx: first(ctx, after="a"), "a[0]: after= takes operators, or steps"),
@@ -138,13 +145,22 @@ def test_strategies_cannot_spoil_the_context():
         ctx.get_ready_ops().clear()
         ctx.all_ops().clear()
         ctx.sizes = (1, 1)
-        with pytest.raises(AttributeError):
-            ctx.get_ready_ops()[0].flops = 0
+        for name in ("flops", "micro_batch", "operator"):
+            with pytest.raises(df.ScheduleError, match=r"a\[0\] cannot be changed"):
+                setattr(ctx.get_ready_ops()[0], name, 1)
         with pytest.raises(AttributeError, match="nonsense"):
             _ = ctx.get_ready_ops()[0].nonsense
         run_rest(ctx)
 
     assert plan_of(spoils) == plan_of(run_rest)
+
+
+def test_a_copy_of_an_operator_is_the_operator():
+    def copies(ctx):
+        for i, op in enumerate(ctx.all_ops()):
+            ctx.execute((copy.copy, copy.deepcopy)[i % 2](op))
+
+    assert plan_of(copies) == plan_of(run_rest)
 
 
 # -- what is ready -------------------------------------------------------------------------------------------------
@@ -326,13 +342,13 @@ def test_a_replaced_operator_over_several_micro_batches():
     ("fn", "error", "message"),
     [
         (lambda x, w: jnp.ones(3), df.ScheduleError, "returned float32[3] for inputs float32[4,4], float32[4,4]; the"),
-        (lambda x, w: (x, x), df.ScheduleError, "returned float32[4, 4], float32[4, 4] for inputs"),
-        (lambda x, w: x.astype(jnp.bfloat16), df.ScheduleError, "returned bfloat16[4, 4] for inputs"),
+        (lambda x, w: (x, x), df.ScheduleError, "returned float32[4,4], float32[4,4] for inputs"),
+        (lambda x, w: x.astype(jnp.bfloat16), df.ScheduleError, "returned bfloat16[4,4] for inputs"),
         (lambda x, w: None, df.ScheduleError, "returned nothing for inputs"),
         (3, df.ScheduleError, "fn=3 in place of a[0] + b[0] is not callable"),
         (lambda x: x, TypeError, "takes 1 positional argument but 2 were given"),
         (lambda x, w: 1 / 0, ZeroDivisionError, "division by zero"),
-        (lambda x, w: "text", TypeError, "not a valid JAX type"),
+        (lambda x, w: "text", df.ScheduleError, "returned what is no array: "),
     ],
 )
 def test_wrong_replacements(fn, error, message):
@@ -341,6 +357,18 @@ def test_wrong_replacements(fn, error, message):
     if error is not df.ScheduleError:
         note = "fn='<lambda>' in place of a[0] + b[0] failed on inputs of shapes float32[4,4], float32[4,4]."
         assert note in caught.value.__notes__
+
+
+@pytest.mark.parametrize("later", [lambda y: (y[:-1],), lambda y: (y, y), lambda y: (), lambda y: "text"])
+def test_a_replacement_that_returns_something_else_later(later):
+    """What was checked when it was scheduled is checked again when it is lowered."""
+    returned = iter([lambda y: (y,)] * 2)
+
+    def fn(x, w):
+        return next(returned, later)(jnp.tanh(x @ w))
+
+    with pytest.raises(df.ScheduleError, match=r"fn='fn' in place of a\[0\] \+ b\[0\] returned"):
+        result_of(replaces(fn))
 
 
 def test_a_replacement_before_its_inputs_is_refused():

@@ -44,6 +44,26 @@ class Writer {
   std::string bytes_;
 };
 
+// Whether Python can show the text, which errors quote: UTF-8 in its shortest form, without surrogates, and
+// without the zero that would end the error there.
+bool IsText(std::string_view text) {
+  constexpr uint32_t kFirst[] = {0, 0x80, 0x800, 0x10000};  // that takes one byte more
+  for (size_t i = 0; i < text.size();) {
+    const auto lead = static_cast<uint8_t>(text[i++]);
+    const int more = std::countl_one(lead) - (lead >= 0x80);  // 0 to 3
+    if (lead == 0 || lead >= 0xF8 || (lead & 0xC0) == 0x80 || text.size() - i < static_cast<size_t>(more))
+      return false;
+    uint32_t code = more == 0 ? lead : lead & (0x3Fu >> more);
+    for (int k = 0; k < more; ++k) {
+      const auto next = static_cast<uint8_t>(text[i++]);
+      if ((next & 0xC0) != 0x80) return false;
+      code = code << 6 | (next & 0x3F);
+    }
+    if (code < kFirst[more] || (code >= 0xD800 && code < 0xE000) || code > 0x10FFFF) return false;
+  }
+  return true;
+}
+
 // Takes fields one by one. The first failure sticks, and every later field reads as zero, so that decoding
 // code needs one check at the end of each list instead of one at each field.
 class Reader {
@@ -72,7 +92,12 @@ class Reader {
 
   std::string GetString(const char* field) {
     const auto size = Get<uint32_t>(field);
-    return std::string(Take(size, field));
+    const std::string_view text = Take(size, field);
+    if (!IsText(text)) {
+      Fail(StrCat(field, " is no text in UTF-8"));
+      return {};
+    }
+    return std::string(text);
   }
 
   // A list whose entries take at least `min_bytes` each, which bounds what a damaged count can make us

@@ -116,7 +116,7 @@ def encode(
 
 
 def _string(text: str) -> bytes:
-    data = text.encode()
+    data = text.encode(errors="backslashreplace").replace(b"\0", b"\\0")  # the executor takes what it can quote
     return struct.pack("<I", len(data)) + data
 
 

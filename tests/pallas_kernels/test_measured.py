@@ -50,6 +50,8 @@ def test_the_shipped_table_says_what_the_kept_results_say():
     kept = json.loads((Path(__file__).parents[2] / "examples/benchmarks/results/kernels.json").read_text())
     for row in kept["rows"]:
         kernel, _, shape = row["case"].partition("-")
+        if "-" in shape:  # a variant, such as one with a budget of multiprocessors
+            continue
         faster = row["equal"] and row["best_xla_us"] / row["ours_us"] >= measured.MARGIN
         assert measured.worthwhile(kernel, kept["device"], [int(n) for n in shape.split("x")]) is faster, row["case"]
 

@@ -56,6 +56,27 @@ TEST(Decode, RefusesAHugeCountWithoutAllocatingIt) {
   EXPECT_THAT(Decode(bytes).status().message(), HasSubstr("commands counts 4294967295"));
 }
 
+// Errors quote names, and Python decodes errors.
+TEST(Decode, RefusesNamesThatAreNoText) {
+  using namespace std::string_literals;
+  for (const std::string& name : std::vector<std::string>{
+           "a\0b"s, "\x80"s, "a\xc3"s, "\xc0\xaf", "\xe0\x80\xaf", "\xed\xa0\x80", "\xf0\x80\x80\xaf",
+           "\xf4\x90\x80\x80", "\xf8\x88\x80\x80\x80", "\xff", "\xc3("}) {
+    Program p = FullProgram();
+    p.name = name;
+    EXPECT_THAT(Decode(Encode(p)).status().message(), HasSubstr("program name is no text in UTF-8"));
+    p = FullProgram();
+    p.commands[0].name = name;
+    EXPECT_THAT(Decode(Encode(p)).status().message(), HasSubstr("operator name is no text in UTF-8"));
+  }
+  for (const char* name :
+       {"", "plain", "l\xc3\xa4yer", "\xe6\xbc\x94", "\xf0\x9f\x98\x80", "\xf4\x8f\xbf\xbf"}) {
+    Program p = FullProgram();
+    p.name = name;
+    EXPECT_TRUE(Decode(Encode(p)).ok()) << name;
+  }
+}
+
 // Damage to one field, and what the error has to say about it.
 struct Damage {
   const char* says;
