@@ -18,6 +18,13 @@ that. Measured on an H200 (``examples/benchmarks/one_gpu.py``): plans of two str
 at 0.7 µs and lose from 1.3 µs on, where a kernel by itself fills more of the device.
 """
 
+SMALL_EXCHANGE = 1 << 20
+"""Bytes below which a collective with nothing beside it is as fast as XLA's.
+
+With one micro-batch there is mostly nothing beside it. Measured on two H200s (``examples/benchmarks/end_to_end.py``,
+``tp_overlap.py``): at 128 KiB 0.97 times as fast as XLA, at 2 MiB 1.01 to 1.12 times.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -57,12 +64,17 @@ def choose(backend: str, platform: str, device_kind: str, region: Region, steps:
     overlaps = any(step.fn is not None and "network" in op.tags for step, op, _ in _operators(region, steps))
     if len(streams) < 2 and not overlaps:
         return Choice(False, "all steps are on one stream")
-    work, count = 0.0, 0.0
+    work, count, small = 0.0, 0.0, None
     for step, op, times in _operators(region, steps):
         if "network" in op.tags or op.bound == "network":
-            return Choice(True, f"{op.name} communicates, which other streams can hide")
+            size = sum(aval.size * aval.dtype.itemsize for aval in (*op.inputs, *op.outputs)) / 2
+            if len(region.sizes) > 1 or overlaps or size >= SMALL_EXCHANGE:
+                return Choice(True, f"{op.name} communicates, which other streams can hide")
+            small = op.name
         work += times * cost.seconds(op.flops, op.bytes, platform, device_kind)
         count += times * cost.kernels(op.program.eqns) / (len(step.operators) if step.is_merged else 1)
+    if small is not None:
+        return Choice(False, f"{small} and whatever else communicates is small, and of one micro-batch")
     figures = f"{count:.0f} kernels with {work * 1e6:.0f} µs of work together"
     if work < count * SMALL_KERNEL:
         return Choice(True, f"launching dominates {figures}")

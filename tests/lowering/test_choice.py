@@ -96,7 +96,7 @@ def test_what_is_asked_for_is_chosen(backend, do):
         assert repr(backend) in choice.why
 
 
-def test_communication_is_worth_hiding_however_large_the_rest():
+def parallel_layer():
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
 
     @jax.shard_map(mesh=mesh, in_specs=(P(None, "model"), P()), out_specs=P())
@@ -106,10 +106,24 @@ def test_communication_is_worth_hiding_however_large_the_rest():
         with df.mark("reduce"):
             return jax.lax.psum(y, "model")
 
+    return parallel
+
+
+def test_communication_is_worth_hiding_however_large_the_rest():
+    parallel = parallel_layer()
     w, x = jax.ShapeDtypeStruct((8192, 8192), jnp.float32), jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
     choice = chosen(parallel, by_tag, w, x, sizes=(4096, 4096))
     assert str(choice) == "dispatched, since reduce communicates, which other streams can hide"
     assert not chosen(parallel, on_one_stream, w, x, sizes=(4096, 4096)).dispatch
+
+
+@pytest.mark.parametrize(("sizes", "dispatch"), [((16,), False), ((256,), True), ((8, 8), True)], ids=str)
+def test_small_exchanges_that_nothing_hides_are_left_to_xla(sizes, dispatch):
+    """As measured by examples/benchmarks/end_to_end.py and tp_overlap.py on two H200s, at 128 KiB and 2 MiB."""
+    w, x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((sum(sizes), 4096), jnp.bfloat16)
+    choice = chosen(parallel_layer(), by_tag, w, x, sizes=sizes)
+    assert choice.dispatch is dispatch
+    assert ("reduce communicates" in choice.why) is dispatch
 
 
 def test_what_is_inside_loops_counts_as_often_as_it_runs():
