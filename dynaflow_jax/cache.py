@@ -1,7 +1,7 @@
 """What was measured, on disk: one JSON file for each function, set of shapes, device and list of candidates.
 
-Files are replaced as a whole, so that a reader never sees half of one. Whatever goes wrong with the disk costs a
-warning and the choice's being kept, never the caller's work.
+Files are replaced as a whole, so that a reader never sees half of one. Whatever goes wrong with the disk is a warning,
+and the caller goes on with what it has.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Entry:
       candidate: which of the candidates; 0 is the unscheduled function.
       strategy: that candidate's strategy, as text; ``None`` for the unscheduled function.
       backend: ``"xla"`` or ``"dispatch"``.
-      measured_us: median microseconds of a call, of every candidate that was measured, by its name.
+      measured_us: median microseconds of a call, of every candidate that was measured, by number and name.
       unscheduled_us: those of the unscheduled function.
       chosen_us: those of the choice.
       plan: the choice's plan as JSON; ``None`` where it cannot be saved, or is not needed.
@@ -82,7 +82,7 @@ def load(key: str) -> Entry | None:
     path = path_of(key)
     try:
         return _entry(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:
         warn_user(f"The measured choice in {path} cannot be used: {error}. df.tune writes it anew.", TuningWarning)

@@ -509,12 +509,14 @@ def test_timelines_are_of_the_plan():
 # -- against measurements ----------------------------------------------------------------------------------------------
 
 
-def test_most_predictions_are_near_what_was_measured(tmp_path):
-    """Of the benchmarks' plans: a number that is computed, so it can be tested."""
+def test_predictions_are_near_what_was_measured(tmp_path):
+    """Of the layers that communicate, all; of chains of small kernels, which launching dominates, most are near."""
     root, path = Path(__file__).parents[1], tmp_path / "predicted.json"
     command = [sys.executable, "-m", "examples.benchmarks.predicted", f"--json={path}"]
     done = subprocess.run(command, cwd=root, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    errors = [abs(row["error"]) for row in json.loads(path.read_text())["rows"] if row["what"] == "ours"]
-    assert sum(error <= 0.15 for error in errors) >= 16
-    assert len(errors) == 18
+    errors: dict[str, list[float]] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        errors.setdefault(row["benchmark"], []).append(abs(row["error"]))
+    assert max(errors["tp_overlap"] + errors["ep_overlap"]) <= 0.15
+    assert max(errors["launch_overhead"] + errors["branches"] + errors["one_gpu"]) <= 0.4

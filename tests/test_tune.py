@@ -1,6 +1,5 @@
 """Auto: what is measured, chosen and kept, and that the function as it is stays unless something is really faster."""
 
-import contextlib
 import io
 import json
 import os
@@ -172,9 +171,17 @@ def test_progress_is_for_terminals_only():
 # -- before anything is measured -------------------------------------------------------------------------------------
 
 
+def primitives(fun):
+    """Of a function's program, as traced; newer versions of JAX keep the inlined ``jit`` around it."""
+    jaxpr = jax.make_jaxpr(fun)(W, ROWS).jaxpr
+    if [eqn.primitive.name for eqn in jaxpr.eqns] in (["jit"], ["pjit"]):
+        jaxpr = jaxpr.eqns[0].params["jaxpr"].jaxpr
+    return [eqn.primitive.name for eqn in jaxpr.eqns]
+
+
 def test_without_a_measurement_the_function_stays_as_it_is():
     flow = automatic()
-    assert str(jax.make_jaxpr(flow)(W, ROWS)) == str(jax.make_jaxpr(layers)(W, ROWS))
+    assert primitives(flow) == primitives(layers)  # no barriers
     np.testing.assert_array_equal(jax.jit(flow)(W, ROWS), jax.jit(layers)(W, ROWS))
     gradients = [jax.jit(jax.grad(lambda w, fun=fun: fun(w, ROWS).sum()))(W) for fun in (flow, layers)]
     np.testing.assert_array_equal(*gradients)
@@ -475,8 +482,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
         found = contest(flow, W, ROWS, measure=fake)
     assert found.path is None
     assert found.chosen == "NanoFlow(micro_batches=3), xla"
-    with contextlib.suppress(df.TuningWarning):
-        assert flow.plan(W, ROWS).sizes == (2, 2, 2)  # in this process it counts nevertheless
+    assert flow.plan(W, ROWS).sizes == (2, 2, 2)  # in this process it counts nevertheless
 
 
 def test_where_choices_are_kept(monkeypatch, tmp_path):
