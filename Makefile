@@ -10,7 +10,7 @@ CORE = annotate constants plan properties regressions schedule sharding split tr
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 RUN = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(VENV)/bin/python
 
-.PHONY: demo test test-integrations test-dispatch test-native test-bazel lint types format bench clean
+.PHONY: demo test test-integrations test-dispatch test-native test-bazel docs lint types format bench clean
 
 demo: $(VENV)/.demo            ## embed a text with a real model, as it is and scheduled: make demo [FILE=text.txt]
 	$(RUN) -m examples.minilm $(FILE)
@@ -33,6 +33,9 @@ test-native:                   ## the executor's C++ tests: plain, and under the
 
 test-bazel: $(VENV)/.dev       ## the same targets with Bazel
 	PATH="$(abspath $(VENV))/bin:$$PATH" xla_ffi/bazel/test.sh
+
+docs: $(VENV)/.dev             ## the API reference, from the docstrings, in build/docs
+	$(RUN) -W error::UserWarning docs/reference.py
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .

@@ -64,16 +64,28 @@ class Label:
 
 
 def _check_name(name: Any, what: str) -> str:
-    if not isinstance(name, str) or not name.strip():
+    if not isinstance(name, str) or not name.strip() or not _is_text(name):
         raise RuleError(f"{what} needs a name: a non-empty string, not {name!r}.")
     return name
 
 
 def _check_tags(tags: Iterable[str] | str, what: str) -> frozenset[str]:
-    tags = frozenset((tags,) if isinstance(tags, str) else tags)
-    if bad := [tag for tag in tags if not isinstance(tag, str) or not tag]:
+    try:
+        tags = frozenset((tags,) if isinstance(tags, str) else tags)
+    except TypeError:
+        raise RuleError(f"{what}: tags are a list of non-empty strings, not {tags!r}.") from None
+    if bad := [tag for tag in tags if not isinstance(tag, str) or not tag or not _is_text(tag)]:
         raise RuleError(f"{what}: tags are non-empty strings, not {bad[0]!r}.")
     return tags
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8, as names on the name stack are: half a surrogate pair cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # What a function under ``jax.custom_vjp`` or ``jax.custom_jvp`` gets its rules by, above a mark as well as below it.

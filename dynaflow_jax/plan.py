@@ -461,8 +461,8 @@ class _Reader:
         # A plan from somewhere else must not get to call whatever the process has loaded.
         if inspect.isbuiltin(found) or own_name != name:
             raise PlanError(
-                f"{where}.fn names {name!r}, which no plan that was saved can hold: it is built into Python, or defined "
-                "under another name. Pass it as functions= if it is meant."
+                f"{where}.fn names {name!r}, which no plan that was saved can hold: it is built into Python, or "
+                "defined under another name. Pass it as functions= if it is meant."
             )
         return found
 

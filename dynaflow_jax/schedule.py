@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import numbers
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -246,7 +247,8 @@ class ScheduleContext:
         Returns:
           The operators; empty when all are executed (or none of this micro-batch is ready).
         """
-        if micro_batch is not None and micro_batch not in range(len(self.sizes)):
+        is_index = isinstance(micro_batch, numbers.Integral) and 0 <= micro_batch < len(self.sizes)
+        if micro_batch is not None and not is_index:
             raise ScheduleError(f"There is no micro-batch {shown(micro_batch)}; there are {len(self.sizes)}, from 0.")
         self._asked()
         refs = [ref for _, ref in self._ready]

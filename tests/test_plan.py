@@ -249,9 +249,9 @@ def test_plans_that_are_nested_too_deep():
     step = '{"run": [["a", 0]], "stream": "s", "body": ['
     head = '{"version": 1, "strategy": "s", "fingerprint": "f", "sizes": [8], "steps": ['
     for depth in (100, 300, 3_000):
-        with pytest.raises(df.PlanError, match="64 levels deep|not JSON"):
+        with pytest.raises(df.PlanError, match=r"64 levels deep|not JSON"):
             df.Plan.from_json(head + step * depth + "]}" * depth + "]}")
-        with pytest.raises(df.PlanError, match="whole numbers|too deep|not JSON"):
+        with pytest.raises(df.PlanError, match=r"whole numbers|too deep|not JSON"):
             df.Plan.from_json(head.replace("8", "[" * depth + "]" * depth) + "]}")
 
 

@@ -71,7 +71,7 @@ ERRORS = {
     "huge priority": (lambda ctx: first(ctx, priority=2**31), "a[0]: priority is a whole number of 32 bits, not 2147"),
     "huge sm_budget": (lambda ctx: first(ctx, sm_budget=2**31), "a[0]: sm_budget is a positive number of multiproc"),
     "too long to show": (lambda ctx: first(ctx, stream=10**5_000), "not <int that cannot be shown>"),
-    "endless": (lambda ctx: ctx.execute(itertools.repeat(ctx.all_ops()[0])), "More than 4 operators were listed"),
+    "endless list": (lambda ctx: ctx.execute(itertools.repeat(ctx.all_ops()[0])), "More than 4 operators were listed"),
     "endless after": (lambda ctx: first(ctx, after=itertools.count()), "More than 4 operators were listed"),
     "after the future": (lambda ctx: first(ctx, after=ctx.all_ops()[1]), "a[0]: after= names a[1], which was not"),
     "after itself": (lambda ctx: first(ctx, after=ctx.all_ops()[0]), "a[0]: after= names a[0], which was not"),
@@ -161,6 +161,14 @@ def test_a_copy_of_an_operator_is_the_operator():
             ctx.execute((copy.copy, copy.deepcopy)[i % 2](op))
 
     assert plan_of(copies) == plan_of(run_rest)
+
+
+@pytest.mark.parametrize(
+    "odd", [np.arange(3), "0", 0.5, 2, -1, [0], 10**5_000, object()], ids=lambda odd: type(odd).__name__
+)
+def test_what_is_no_micro_batch(odd):
+    with pytest.raises(df.ScheduleError, match="There is no micro-batch"):
+        plan_of(lambda ctx: ctx.get_ready_ops(odd))
 
 
 # -- what is ready -------------------------------------------------------------------------------------------------

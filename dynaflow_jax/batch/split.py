@@ -17,6 +17,7 @@ import numpy as np
 from dynaflow_jax import compat
 from dynaflow_jax.batch.state import ONE, Invariant, N, Rows, Scale, State, Total, is_zero
 from dynaflow_jax.errors import SplitError
+from dynaflow_jax.text import shown
 
 Own: TypeAlias = Rows | np.ndarray | jax.Array | None
 """What a micro-batch has of a value: its rows, an array of its own, or all of it."""
@@ -26,16 +27,21 @@ def check_sizes(sizes: Any, batch_size: int, shards: int, strategy: str) -> tupl
     """The sizes of the micro-batches that a strategy asks for, checked."""
     asked = sizes
     try:
-        sizes = tuple(int(size) if int(size) == size else None for size in sizes)
+        # More than there are rows cannot be right, and might have no end.
+        listed = itertools.islice(sizes, batch_size + 1)
+        sizes = tuple(int(size) if int(size) == size else None for size in listed)
     except (TypeError, ValueError, OverflowError):
         sizes = (None,)
     if not sizes or any(size is None or size < 1 for size in sizes):
         raise SplitError(
-            f"{strategy}.split must return positive sizes of micro-batches, such as [4, 4]; not {asked!r:.60}."
+            f"{strategy}.split must return positive sizes of micro-batches, such as [4, 4]; not {shown(asked)}."
         )
+    if len(sizes) > batch_size:
+        raise SplitError(f"{strategy}.split returned more sizes than the batch has rows, which is {batch_size}.")
     if sum(sizes) != batch_size:
         raise SplitError(
-            f"{strategy}.split returned {list(sizes)}, which adds up to {sum(sizes)}; the batch has {batch_size} rows."
+            f"{strategy}.split returned {shown(list(sizes))}, which adds up to {shown(sum(sizes))}; the batch has "
+            f"{batch_size} rows."
         )
     if bad := [size for size in sizes if size % shards]:
         raise SplitError(

@@ -20,7 +20,7 @@ import importlib.util
 import subprocess
 import sys
 
-REPOSITORY = {repository!r}  # what pip installs the library from, where it is not installed yet
+REPOSITORY = "{repository}"  # what pip installs the library from, where it is not installed yet
 if importlib.util.find_spec("dynaflow_jax") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", REPOSITORY], check=True)"""
 

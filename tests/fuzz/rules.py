@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import html.parser
 import random
+import re
 import warnings
 import xml.etree.ElementTree
 from typing import Any
@@ -44,7 +45,7 @@ _PIECES = (
     "é",
     "0",
 )
-_NOT_TEXT: tuple[Any, ...] = (b"a", ("a",), 0.5)
+_NOT_TEXT: tuple[Any, ...] = (None, 0, 1.5, b"a", ["a"], ("a",), {"a"}, object, lambda x: x, nn.Dense, re.compile("a"))
 
 
 def _text(rng: random.Random) -> Any:
@@ -52,7 +53,7 @@ def _text(rng: random.Random) -> Any:
     if rng.random() < 0.1:
         return rng.choice(_NOT_TEXT)
     if rng.random() < 0.4:
-        return rng.choice([text for text in ODD_TEXT if text.isprintable() or text.isascii()])
+        return rng.choice(ODD_TEXT)
     return "".join(rng.choice(_PIECES) for _ in range(rng.choice((1, 2, 3, 6, 12))))
 
 
@@ -96,7 +97,7 @@ def _rule(rng: random.Random) -> Any:
     if rng.random() < 0.3:
         options["name"] = _text(rng)
     if rng.random() < 0.3:
-        options["tags"] = rng.choice(([_text(rng)], (), set(ODD_TEXT[:6])))
+        options["tags"] = rng.choice((_text(rng), [_text(rng)], (), set(ODD_TEXT[:6])))
     if rng.random() < 0.1:
         return rng.choice(((), (kind("tanh"),), [kind("tanh")], _text(rng), None))
     targets = ("Dense_0", ".*", "tanh", "dot_general", "sin", r"Dense_\d", "", "add")
@@ -107,7 +108,7 @@ def case(rng: random.Random) -> str:
     """One model with rules."""
     names = (rng.choice(_NAMES),) if rng.random() < 0.4 else ("Dense_0",)
     mark = _text(rng)
-    tags = rng.choice(((), (), [_text(rng)]))
+    tags = rng.choice(((), (), _text(rng), [_text(rng)]))
     try:
         df.mark(mark, tags=tags)
         rules = [_rule(rng) for _ in range(rng.choice((0, 1, 1, 2)))]

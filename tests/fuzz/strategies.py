@@ -91,6 +91,10 @@ _SIZES = (
     [3, 3],
     ["4", "4"],
     "44",
+    [10**5_000],
+    [10**4_299 * 9] * 7,
+    [Unshowable()],
+    *_UNSHOWABLE,
     [np.int8(4), np.uint64(4)],
     np.array([4, 4]),
     np.array([[4, 4]]),
@@ -101,6 +105,8 @@ _SIZES = (
     [1] * 100_000,
     lambda: [4, 4],
 )
+# What cannot be made in advance, since it has no end.
+_ENDLESS = (itertools.count, lambda: itertools.repeat(0), lambda: itertools.repeat(1), lambda: itertools.repeat("4"))
 
 # -- schedule -------------------------------------------------------------------------------------------------------
 
@@ -400,7 +406,7 @@ def case(rng: random.Random) -> str:
     """One strategy that misbehaves."""
     name = rng.choice(["layer", "branches", "loop", "training"])
     if rng.random() < 0.3:
-        sizes = rng.choice(_SIZES)
+        sizes = rng.choice(_ENDLESS)() if rng.random() < 0.2 else rng.choice(_SIZES)
         outcome = run(name, Misbehaving(sizes, lambda ctx, _: in_order(ctx), 0), ())
         return f"split: {outcome}"
     do = rng.choice(SCHEDULES)
