@@ -34,7 +34,8 @@ def run(name, *flags):
         ("fresh_inputs", ["llama", "minilm", "chain", "branches"]),
     ],
 )
-def test_it_runs_and_its_table_is_written(name, cases, tmp_path):
+def test_it_runs_and_its_table_is_written(name, cases, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")  # one device
     path = tmp_path / f"{name}.json"
     printed = run(name, "--quick", f"--json={path}")
     kept = json.loads(path.read_text())
@@ -59,6 +60,25 @@ def test_training_steps_overlap(name, tmp_path, monkeypatch):
     assert row["case"] == f"{name}-16"
     assert row["difference"] < 2**-8
     assert printed.startswith(row["case"])
+
+
+def test_plans_that_communicate_get_fresh_inputs_too(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    names = ["tensor parallel", "expert parallel", "sharded weights"]
+    lines = run("fresh_inputs", "--quick", "--calls=2", f"--cases={','.join(names)}").splitlines()
+    assert [line.partition(" 2 calls, 2 equal")[0].strip() for line in lines] == names
+    assert all("as it must be" in line for line in lines)
+
+
+def test_a_whole_model_end_to_end(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    path = tmp_path / "kept.json"
+    run("end_to_end", "--quick", f"--json={path}")
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["prefill-16", "decode-4"]
+    assert max(row["difference"] for row in rows) < 2**-7
+    text = readme.render("<!-- end_to_end -->\n<!-- /end_to_end -->\n", readme.load(tmp_path))
+    assert text.count("\n| ") == 2 + len(rows)
 
 
 def test_the_plan_for_the_sanitizer():
