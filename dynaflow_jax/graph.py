@@ -18,7 +18,7 @@ from dynaflow_jax.annotate import Rules, SplitModule
 from dynaflow_jax.errors import RuleError, RuleWarning, warn_user
 from dynaflow_jax.inline import DRAWS, Flat, Node, Place
 from dynaflow_jax.program import Program
-from dynaflow_jax.text import si
+from dynaflow_jax.text import si, table
 from dynaflow_jax.visualize import Node as Box
 from dynaflow_jax.visualize import draw_graph, inline
 
@@ -134,16 +134,7 @@ class OpGraph:
     def table(self) -> str:
         """The operators as a table; the bodies of loops are indented below them."""
         rows = [("#", "operator", "module", "tags", "FLOP", "bytes", "bound", "reads"), *self._rows("")]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        right = {0, 4, 5}
-        lines = [
-            "  ".join(
-                cell.rjust(width) if i in right else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
-        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+        return "\n".join(table(rows, right={0, 4, 5}))
 
     def _rows(self, indent: str) -> list[tuple[str, ...]]:
         rows = []
