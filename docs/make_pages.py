@@ -65,11 +65,9 @@ def expert_parallel(scheduler: df.OpScheduler) -> df.Plan:
         "in_specs": ([(P(), P(), P("ep"), P("ep"))], P("ep")),
         "out_specs": P("ep"),
     }
-    to_all = functools.partial(jax.lax.all_to_all, axis_name="ep", tiled=True)
     layer = functools.partial(
         parallel.expert_parallel,
-        there=functools.partial(to_all, split_axis=0, concat_axis=2),
-        back=functools.partial(to_all, split_axis=2, concat_axis=0),
+        **parallel.exchanges("ep"),
         routing=parallel.routes(tokens, count, chosen),
         head=128,
     )

@@ -123,11 +123,9 @@ def experts(quick: bool) -> Iterator[tuple[str, Case]]:
     shapes = ((width, 3 * width), (width, width), (count, width, 2 * hidden), (count, hidden, width))
     specs = [(P(), P(), P("ep"), P("ep"))] * depth
     for groups, tokens in ((4, 512), (16, 512)) if gpu else ((2, 4 * count),):
-        exchange = functools.partial(jax.lax.all_to_all, axis_name="ep", tiled=True)
         layers = functools.partial(
             parallel.expert_parallel,
-            there=functools.partial(exchange, split_axis=0, concat_axis=2),
-            back=functools.partial(exchange, split_axis=2, concat_axis=0),
+            **parallel.exchanges("ep"),
             routing=parallel.routes(tokens, count, chosen),
             head=head,
         )

@@ -24,7 +24,17 @@ from jax.sharding import PartitionSpec as P
 import dynaflow_jax as df
 from examples.benchmarks.keep import keep
 from examples.benchmarks.overlap import XLA, attention, contend, normal
-from examples.benchmarks.parallel import Exchange, Layer, combine, dispatch, expert_parallel, experts, routes, stays
+from examples.benchmarks.parallel import (
+    Exchange,
+    Layer,
+    combine,
+    dispatch,
+    exchanges,
+    expert_parallel,
+    experts,
+    routes,
+    stays,
+)
 
 _JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
 _QUICK = flags.DEFINE_bool("quick", False, "Whether only to see that it works.")
@@ -70,9 +80,7 @@ def measure(mesh: Any, specs: Any, ws: Any, x: jax.Array, routing: Any, head: in
         inner = jax.shard_map(fun, mesh=mesh, in_specs=(specs, P("ep")), out_specs=P("ep"), check_vma=False)
         return jax.jit(inner, compiler_options=options)
 
-    there = functools.partial(jax.lax.all_to_all, axis_name="ep", split_axis=0, concat_axis=2, tiled=True)
-    back = functools.partial(jax.lax.all_to_all, axis_name="ep", split_axis=2, concat_axis=0, tiled=True)
-    own: dict[str, Any] = {"there": there, "back": back, "routing": routing, "head": head}
+    own: dict[str, Any] = {**exchanges("ep"), "routing": routing, "head": head}
     whole, split = functools.partial(expert_parallel, **own), functools.partial(halves, **own)
     ours = {}
     strategies = {

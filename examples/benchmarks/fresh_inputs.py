@@ -145,10 +145,8 @@ def parallel_models(quick: bool) -> dict[str, Callable[[], Case]]:
 
     def of_expert_parallel() -> Case:
         experts, chosen = 8, 2
-        there = functools.partial(jax.lax.all_to_all, axis_name="x", split_axis=0, concat_axis=2, tiled=True)
-        back = functools.partial(jax.lax.all_to_all, axis_name="x", split_axis=2, concat_axis=0, tiled=True)
         routing = parallel.routes(tokens, experts, chosen)
-        fun = functools.partial(parallel.expert_parallel, there=there, back=back, routing=routing, head=head)
+        fun = functools.partial(parallel.expert_parallel, **parallel.exchanges("x"), routing=routing, head=head)
         specs = (P(), P(), P("x"), P("x"))
         shapes = ((width, 3 * width), (width, width), (experts, width, 2 * hidden // 4), (experts, hidden // 4, width))
         strategy = df.strategies.DualBatchOverlap()

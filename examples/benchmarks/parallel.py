@@ -1,5 +1,6 @@
 """Models of several devices, as one device computes them: what exchanges their parts is an argument."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,6 +85,15 @@ def expert_parallel(
         with df.mark("combine"):
             x = combine(x, y, found)
     return x
+
+
+def exchanges(axis: str) -> dict[str, Exchange]:
+    """What brings an expert-parallel layer's tokens to their experts and back, over a mesh axis."""
+    exchange = functools.partial(jax.lax.all_to_all, axis_name=axis, tiled=True)
+    return {
+        "there": functools.partial(exchange, split_axis=0, concat_axis=2),
+        "back": functools.partial(exchange, split_axis=2, concat_axis=0),
+    }
 
 
 def stays(y: jax.Array, *, to_experts: bool) -> jax.Array:

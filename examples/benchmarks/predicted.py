@@ -140,11 +140,7 @@ def ep_overlap() -> Iterator[Row]:
     specs = [(P(), P(), P("ep"), P("ep"))] * depth
     ws = [tuple(array(*shape) for shape in shapes)] * depth
     mapping = {"mesh": mesh_of("ep"), "in_specs": (specs, P("ep")), "out_specs": P("ep")}
-    exchange = functools.partial(jax.lax.all_to_all, axis_name="ep", tiled=True)
-    exchanges = {
-        "there": functools.partial(exchange, split_axis=0, concat_axis=2),
-        "back": functools.partial(exchange, split_axis=2, concat_axis=0),
-    }
+    exchanges = parallel.exchanges("ep")
     none = {
         "there": functools.partial(parallel.stays, to_experts=True),
         "back": functools.partial(parallel.stays, to_experts=False),
