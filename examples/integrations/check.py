@@ -20,6 +20,27 @@ SYSTEMS = ("linen", "nnx", "equinox", "gemma", "tunix", "maxtext")
 
 
 @dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A decoder's: small, so that it runs anywhere.
+
+    Attributes:
+      layers: how many.
+      vocabulary: how many tokens there are.
+      width: of the residual stream.
+      hidden: of the feed-forward blocks.
+      heads: of attention.
+      head: width of each.
+    """
+
+    layers: int
+    vocabulary: int = 97
+    width: int = 32
+    hidden: int = 64
+    heads: int = 4
+    head: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
 class System:
     """A model of some system, as it is and as scheduled.
 

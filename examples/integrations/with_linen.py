@@ -5,9 +5,7 @@ import jax
 import optax
 
 import dynaflow_jax as df
-from examples.integrations.check import System
-
-VOCABULARY, WIDTH, HIDDEN, HEADS, LAYERS = 97, 32, 64, 4, 3
+from examples.integrations.check import Sizes, System
 
 
 def kernel(*axes):
@@ -15,42 +13,54 @@ def kernel(*axes):
 
 
 class MlpBlock(nn.Module):
+    sizes: Sizes
+
     @nn.compact
     def __call__(self, x):
-        x = nn.gelu(nn.Dense(HIDDEN, kernel_init=kernel("embed", "mlp"), name="up")(x))
+        x = nn.gelu(nn.Dense(self.sizes.hidden, kernel_init=kernel("embed", "mlp"), name="up")(x))
         x = nn.with_logical_constraint(x, ("batch", "length", "mlp"))
-        return nn.Dense(WIDTH, kernel_init=kernel("mlp", "embed"), name="down")(x)
+        return nn.Dense(self.sizes.width, kernel_init=kernel("mlp", "embed"), name="down")(x)
 
 
 class DecoderLayer(nn.Module):
+    sizes: Sizes
+
     @nn.compact
     def __call__(self, x, mask):
         x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
-        attend = nn.MultiHeadDotProductAttention(HEADS, kernel_init=kernel("embed", "kv"), name="self_attention")
+        attend = nn.MultiHeadDotProductAttention(
+            self.sizes.heads,
+            qkv_features=self.sizes.heads * self.sizes.head,
+            kernel_init=kernel("embed", "kv"),
+            name="self_attention",
+        )
         x = x + attend(nn.LayerNorm(name="pre_attention_norm")(x), mask=mask)
-        return x + MlpBlock(name="mlp")(nn.LayerNorm(name="pre_mlp_norm")(x)), None
+        return x + MlpBlock(self.sizes, name="mlp")(nn.LayerNorm(name="pre_mlp_norm")(x)), None
 
 
 class Decoder(nn.Module):
+    sizes: Sizes
+
     @nn.compact
     def __call__(self, tokens):
-        embed = nn.Embed(VOCABULARY, WIDTH, name="token_embedder")
+        embed = nn.Embed(self.sizes.vocabulary, self.sizes.width, name="token_embedder")
         layer = nn.remat(DecoderLayer, prevent_cse=False, policy=jax.checkpoint_policies.checkpoint_dots)
         layers = nn.scan(
             layer,
             variable_axes={"params": 0},
             split_rngs={"params": True},
             in_axes=nn.broadcast,
-            length=LAYERS,
+            length=self.sizes.layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        x, _ = layers(name="layers")(embed(tokens), nn.make_causal_mask(tokens))
+        x, _ = layers(self.sizes, name="layers")(embed(tokens), nn.make_causal_mask(tokens))
         return embed.attend(nn.LayerNorm(name="decoder_norm")(x))
 
 
 def system() -> System:
-    model = Decoder()
-    tokens = jax.random.randint(jax.random.key(0), (4, 16), 1, VOCABULARY)
+    sizes = Sizes(layers=3)
+    model = Decoder(sizes)
+    tokens = jax.random.randint(jax.random.key(0), (4, 16), 1, sizes.vocabulary)
     params = nn.unbox(jax.jit(model.init)(jax.random.key(1), tokens))
 
     def loss(params, tokens):

@@ -5,27 +5,27 @@ import optax
 from flax import nnx
 
 import dynaflow_jax as df
-from examples.integrations.check import System
-
-VOCABULARY, WIDTH, HIDDEN, HEADS, LAYERS = 97, 32, 64, 4, 2
+from examples.integrations.check import Sizes, System
 
 
 class FeedForward(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.gate = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
-        self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, rngs=rngs)
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
+        self.gate = nnx.Linear(sizes.width, sizes.hidden, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(sizes.width, sizes.hidden, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(sizes.hidden, sizes.width, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.attention_norm = nnx.RMSNorm(WIDTH, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
-        self.ffn_norm = nnx.RMSNorm(WIDTH, rngs=rngs)
-        self.ffn = FeedForward(rngs)
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
+        self.attention_norm = nnx.RMSNorm(sizes.width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            sizes.heads, sizes.width, qkv_features=sizes.heads * sizes.head, decode=False, rngs=rngs
+        )
+        self.ffn_norm = nnx.RMSNorm(sizes.width, rngs=rngs)
+        self.ffn = FeedForward(sizes, rngs)
 
     @nnx.remat
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
@@ -34,10 +34,10 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-        self.layers = nnx.List([DecoderLayer(rngs) for _ in range(LAYERS)])
-        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(sizes.vocabulary, sizes.width, rngs=rngs)
+        self.layers = nnx.List([DecoderLayer(sizes, rngs) for _ in range(sizes.layers)])
+        self.norm = nnx.RMSNorm(sizes.width, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x, mask = self.embed(tokens), nnx.make_causal_mask(tokens)
@@ -47,8 +47,9 @@ class Decoder(nnx.Module):
 
 
 def system() -> System:
-    tokens = jax.random.randint(jax.random.key(0), (4, 16), 1, VOCABULARY)
-    definition, params, rest = nnx.split(Decoder(nnx.Rngs(0)), nnx.Param, ...)
+    sizes = Sizes(layers=2)
+    tokens = jax.random.randint(jax.random.key(0), (4, 16), 1, sizes.vocabulary)
+    definition, params, rest = nnx.split(Decoder(sizes, nnx.Rngs(0)), nnx.Param, ...)
 
     def apply(params: nnx.State, rest: nnx.State, tokens: jax.Array) -> jax.Array:
         return nnx.merge(definition, params, rest)(tokens)

@@ -21,10 +21,9 @@ import jax
 from absl import app, flags, logging
 
 from examples.attention.decoder import Config
-from examples.serving.bar import Bar
 from examples.serving.engine import SCHEDULES, Engine, bucket
-from examples.serving.loop import Report, serve
 from examples.serving.requests import Request, synthetic
+from examples.serving.turns import turns
 
 _SCHEDULE = flags.DEFINE_enum("schedule", "switch", SCHEDULES[1:], "What picks a plan: a scalar, or the server.")
 _REQUESTS = flags.DEFINE_integer("requests", 32, "How many requests arrive.", lower_bound=1)
@@ -89,20 +88,8 @@ def requests(vocab: int) -> list[Request]:
 def compare(model: Config, devices: int) -> dict[str, Any]:
     """Serves the same requests with every contender, in turns."""
     engines = {name: Engine(model, name, _BUSY.value, devices, _SEED.value) for name in ("plain", _SCHEDULE.value)}
-    reports: dict[str, list[Report]] = {name: [] for name in engines}
-    tokens: dict[str, list[list[int]]] = {}
-    total = sum(request.new_tokens for request in requests(model.vocab))
-    for turn in range(_ROUNDS.value + 1):
-        for name, engine in engines.items():
-            own = requests(model.vocab)
-            engine.picked.update(idle=0, busy=0)
-            bar = Bar(total, f"{name}, {f'round {turn}' if turn else 'compiling'}")
-            report = serve(engine, own, bucket(_MAX_ROWS.value), bar.update)
-            bar.close()
-            tokens[name] = [request.tokens for request in own]
-            if turn:
-                reports[name].append(report)
-    last = reports["plain"][-1]
+    served = turns(engines, lambda: requests(model.vocab), bucket(_MAX_ROWS.value), _ROUNDS.value)
+    last = served["plain"].reports[-1]
     return {
         "device": jax.devices()[0].device_kind,
         "devices": devices,
@@ -114,10 +101,10 @@ def compare(model: Config, devices: int) -> dict[str, Any]:
         "picked": dict(engines[_SCHEDULE.value].picked),
         "schedule": _SCHEDULE.value,
         "tokens_per_second": {
-            name: round(statistics.median(report.tokens_per_second for report in own), 1)
-            for name, own in reports.items()
+            name: round(statistics.median(report.tokens_per_second for report in own.reports), 1)
+            for name, own in served.items()
         },
-        "same_tokens": tokens["plain"] == tokens[_SCHEDULE.value],
+        "same_tokens": served["plain"].tokens == served[_SCHEDULE.value].tokens,
     }
 
 

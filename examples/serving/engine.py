@@ -10,7 +10,7 @@ program's operators are scheduled depends on the load, and there are two ways to
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,6 +57,9 @@ class Engine:
       busy: from how many tokens in a batch on it is split in two.
       devices: over how many its heads and hidden units are sharded (tensor parallelism).
       seed: of the weights.
+      dtype: of the weights and the cache.
+      least_rows: fewest rows of a batch; a power of two. Fewer programs, with more padding.
+      compiler_options: XLA's, for prefill and decode.
       picked: how often a batch was idle and how often busy.
     """
 
@@ -65,6 +68,9 @@ class Engine:
     busy: int = 64
     devices: int = 1
     seed: int = 0
+    dtype: Any = jnp.float32
+    least_rows: int = 1
+    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     picked: dict[str, int] = dataclasses.field(default_factory=lambda: {"idle": 0, "busy": 0})
 
     def __post_init__(self):
@@ -81,7 +87,7 @@ class Engine:
             logits, cache = decode(params, token, position, cache)
             return Batch(jnp.argmax(logits, -1).astype(jnp.int32), position + 1, cache)
 
-        self.params = init(self.config, self.seed)
+        self.params = jax.tree.map(lambda w: w.astype(self.dtype), init(self.config, self.seed))
         heads = P(None, None, AXIS)  # of a cache
         if self.devices > 1:
             mesh = jax.make_mesh((self.devices,), (AXIS,), (AxisType.Auto,), devices=jax.devices()[: self.devices])
@@ -100,7 +106,8 @@ class Engine:
 
     def _compiled(self, fun: Callable[..., Any], axes: Any, donate: int | None = None) -> dict[str, Any]:
         """The function by load, jitted."""
-        jit = functools.partial(jax.jit, donate_argnums=() if donate is None else donate)
+        donated = () if donate is None else donate
+        jit = functools.partial(jax.jit, donate_argnums=donated, compiler_options=dict(self.compiler_options))
         if self.schedule == "plain":
             return dict.fromkeys(("idle", "busy"), jit(fun))
         if self.schedule == "switch":
@@ -119,9 +126,13 @@ class Engine:
         self.picked[load] += 1
         return load
 
+    def rows(self, count: int) -> int:
+        """Rows of a batch that holds so many requests."""
+        return bucket(count, self.least_rows)
+
     def prefill(self, prompts: Sequence[np.ndarray]) -> Batch:
         """Reads prompts, padded to a bucket of rows and one of tokens; the first rows are theirs."""
-        rows, length = bucket(len(prompts)), bucket(max(map(len, prompts)), least=8)
+        rows, length = self.rows(len(prompts)), bucket(max(map(len, prompts)), least=8)
         tokens, lengths = np.zeros((rows, length), np.int32), np.ones(rows, np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
@@ -144,7 +155,7 @@ class Engine:
 
     def take(self, batch: Batch, rows: Sequence[int]) -> Batch:
         """A batch of these rows, in a bucket that fits them; those that do not exist are new."""
-        places = np.full(bucket(len(rows)), -1, np.int32)
+        places = np.full(self.rows(len(rows)), -1, np.int32)
         places[: len(rows)] = rows
         return self._take(batch, places)
 

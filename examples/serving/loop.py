@@ -110,7 +110,7 @@ def serve(
             for row in [row for row, more in left.items() if more == 1]:
                 rows[row] = None
             left = {row: more - 1 for row, more in left.items() if more > 1}
-            if left and 4 * len(left) <= len(rows):
+            if left and 4 * len(left) <= len(rows) and engine.rows(len(left)) < len(rows):
                 batch, rows, left = _compact(engine, batch, rows, left)
         now += 1
     while unread:
@@ -123,7 +123,7 @@ def _with_room(
     engine: Engine, batch: Batch | None, rows: list[Request | None], wanted: int
 ) -> tuple[Batch | None, list[Request | None]]:
     """The batch in a bucket for so many requests, if it has no room for them; no batch, if it is empty."""
-    size = bucket(wanted)
+    size = engine.rows(wanted)
     if batch is None or not any(rows):
         return None, [None] * size
     if size <= len(rows):
@@ -136,6 +136,6 @@ def _compact(
 ) -> tuple[Batch, list[Request | None], dict[int, int]]:
     """The batch in the smallest bucket that holds its requests."""
     kept = sorted(left)
-    moved: list[Request | None] = [None] * bucket(len(kept))
+    moved: list[Request | None] = [None] * engine.rows(len(kept))
     moved[: len(kept)] = [rows[row] for row in kept]
     return engine.take(batch, kept), moved, {i: left[row] for i, row in enumerate(kept)}

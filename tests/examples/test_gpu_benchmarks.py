@@ -81,5 +81,30 @@ def test_a_whole_model_end_to_end(tmp_path, monkeypatch):
     assert text.count("\n| ") == 2 + len(rows)
 
 
+def test_systems_as_they_are(tmp_path, monkeypatch):
+    """One case with a loop of layers and one without; the others differ in neither."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    path, cases = tmp_path / "kept.json", ["linen-train-16", "nnx-forward-32"]
+    run("systems", "--quick", f"--json={path}", f"--cases={','.join(cases)}")
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["case"] for row in rows] == cases
+    assert max(row["difference"] for row in rows) < 2**-8
+    text = readme.render("<!-- systems -->\n<!-- /systems -->\n", readme.load(tmp_path))
+    assert text.count("\n| ") == 2 + len(rows)
+
+
+def test_the_serving_loop_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    path = tmp_path / "kept.json"
+    run("serving", "--quick", f"--json={path}", "--cases=serving-2")
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["case"] == "serving-2"
+    assert row["equal"]
+    assert row["idle"]
+    assert row["ours_tokens_per_s"] > 0
+    text = readme.render("<!-- serving -->\n<!-- /serving -->\n", readme.load(tmp_path))
+    assert text.count("\n| ") == 3
+
+
 def test_the_plan_for_the_sanitizer():
     assert run("sanitize").startswith("5 calls on 3 streams; largest relative difference from XLA")

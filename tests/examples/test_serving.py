@@ -71,6 +71,15 @@ def test_every_request_gets_what_it_would_get_alone(schedule, devices):
     assert [jitted._cache_size() for jitted in programs.values()] == before
 
 
+def test_few_programs_with_more_padding():
+    engine = Engine(CONFIG, "plain", BUSY, least_rows=MAX_ROWS, compiler_options={"xla_cpu_enable_fast_math": False})
+    served = requests()
+    report = serve(engine, served, MAX_ROWS)
+    assert [request.tokens for request in served] == alone()
+    assert set(report.rows) == {MAX_ROWS}
+    assert engine._decode["busy"]._cache_size() == 1
+
+
 def test_the_switch_sees_tokens_and_not_padding():
     """A batch of four rows with one request in it is idle; one with four is busy; it is the same program."""
     engine = Engine(CONFIG, "switch", BUSY)
