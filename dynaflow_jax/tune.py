@@ -29,7 +29,7 @@ LEAST_GAIN = 0.02
 
 _LEAST_ROUNDS = 7  # too few for quartiles otherwise
 _MOST_ROUNDS = 40
-_TURN_S = 2e-3  # as long as one turn of a contender lasts at least, in several calls if need be
+_TURN_S = 1e-2  # as long as one turn of a contender lasts at least: waiting for its end is a small share then
 _MOST_CALLS = 100
 _LOCK_S = 120.0  # beyond the budget, since compiling is not interrupted
 
@@ -348,9 +348,12 @@ def take_turns(
     calls: dict[int, int] = {}
     for name, fun in funs.items():
         jax.block_until_ready(fun())  # what the others left in caches counts for nobody
-        start = clock()
-        jax.block_until_ready(fun())
-        calls[name] = min(_MOST_CALLS, max(1, math.ceil(_TURN_S / max(clock() - start, 1e-9))))
+        took = []
+        for _ in range(3):  # one by chance slow call would leave it with fewer calls a turn, to share what a turn costs
+            start = clock()
+            jax.block_until_ready(fun())
+            took.append(clock() - start)
+        calls[name] = min(_MOST_CALLS, max(1, math.ceil(_TURN_S / max(min(took), 1e-9))))
     times: dict[int, list[float]] = {name: [] for name in funs}
     names = list(funs)
     for done in range(1, _MOST_ROUNDS + 1):

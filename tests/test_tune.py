@@ -138,9 +138,16 @@ def test_contenders_take_turns_until_time_is_up():
     assert times[0] == pytest.approx([1000.0] * len(times[0]))
     assert times[1] == pytest.approx([500.0] * len(times[1]))
     assert rounds == list(range(1, len(times[0]) + 1))
-    assert 0.2 <= fake.now < 0.22
-    one_turn = [0, *[0] * 2, 1, *[1] * 4]
-    assert fake.calls[4:20] == [*one_turn, 1, *[1] * 4, 0, *[0] * 2]  # the second round the other way round
+    assert 0.2 <= fake.now < 0.23
+    first, second = [0] * 11, [1] * 21  # ten and twenty calls, after one to warm up
+    assert fake.calls[8:72] == [*first, *second, *second, *first]  # the second round the other way round
+
+
+def test_a_slow_call_leaves_a_contender_no_fewer_calls_a_turn():
+    slow_once = lambda fake: 1e-1 if fake.calls.count(1) == 2 else 1e-3  # noqa: E731
+    fake = Fake(_0=1e-3, _1=slow_once)
+    take_turns(fake.funs, 0.1, clock=fake.clock)
+    assert fake.calls.count(0) == fake.calls.count(1)
 
 
 def test_a_drifting_clock_speed_hits_all_contenders_alike():
