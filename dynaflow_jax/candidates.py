@@ -101,6 +101,7 @@ class AutoDynaFlow(DynaFlow):
             backend,
             self.unroll,
             self.context,
+            self.donate_argnums,
         )
 
     def alternative(self, candidate: Candidate) -> DynaFlow:

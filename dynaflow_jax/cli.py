@@ -27,9 +27,11 @@ from dynaflow_jax import arguments, compat, devices
 from dynaflow_jax.annotate import Rule, Rules
 from dynaflow_jax.candidates import AutoDynaFlow
 from dynaflow_jax.errors import DynaFlowError
+from dynaflow_jax.profile import profile
 from dynaflow_jax.simulate import step_us
 from dynaflow_jax.strategies.auto import Auto
 from dynaflow_jax.text import table
+from dynaflow_jax.timeline import compare
 from dynaflow_jax.transform import DynaFlow, Resolved, SwitchedDynaFlow, dynaflow
 from dynaflow_jax.tune import is_faster, spread, take_turns, tune
 from dynaflow_jax.visualize import to_perfetto
@@ -331,6 +333,30 @@ def _plan(values: flags.FlagValues, target: str) -> None:
     print("\n\n".join(f"{plan.show()}\n\n{plan.simulate(device).show()}" for plan in plans))
 
 
+def _profile(values: flags.FlagValues, target: str) -> None:
+    flow, args = _flow(values, target), arguments.arrays(_arguments(values, target))
+    measured, plan = profile(flow, *args), flow.plan(*args)
+    predicted = plan.simulate()
+    if _given(values, "html") is not None:
+        _write(_given(values, "html"), plan.to_html(timeline=measured))
+    if _given(values, "perfetto") is not None:
+        _write(_given(values, "perfetto"), to_perfetto(predicted, measured))
+    if _given(values, "json"):
+        figures = {
+            "function": target,
+            "device": measured.device,
+            "dispatched": flow._resolve(args, {})[0].is_dispatched,
+            "measured_us": measured.total_us,
+            "predicted_us": predicted.total_us,
+            "overlap_us": measured.overlap_us,
+            "busy_us": {stream: measured.busy_us(stream) for stream in measured.streams},
+            "events": [dataclasses.asdict(event) for event in measured.events],
+        }
+        print(json.dumps(figures, indent=1))
+        return
+    print(f"{measured.show()}\n\n{compare(predicted, measured)}")
+
+
 def _tune(values: flags.FlagValues, target: str) -> None:
     text = _given(values, "candidates")
     scheduler = None if text is None else Auto(arguments.candidates(text))
@@ -408,6 +434,20 @@ _COMMANDS = {
             "--strategy 'NanoFlow(micro_batches=4)' --device H200",
             "my.model:flow --args my.model:example --html plan.html --perfetto plan.json --svg operators.svg",
             "my.model:flow --args my.model:example --json > plan.json",
+        ),
+    ),
+    "profile": _Command(
+        _profile,
+        "Measure when what runs on which stream, beside what is predicted.",
+        "A dispatched plan is measured as it runs (--backend dispatch does so on CPU too), any other one step by step.",
+        (
+            _STRATEGY,
+            _text("html", "A file for the plan as a page, with what was measured."),
+            _text("perfetto", "A file for both as a trace, for ui.perfetto.dev."),
+        ),
+        (
+            "my.model:flow --args my.model:example --backend dispatch",
+            "my.model:step --shapes 'f32[64,64] f32[8,64]' --batch_axes 'None, 0' --strategy NanoFlow --json",
         ),
     ),
     "tune": _Command(

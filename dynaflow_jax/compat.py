@@ -347,6 +347,13 @@ def device() -> tuple[str, str]:
 # work in all of them.
 
 
+WRITES_INTO_GIVEN_MEMORY = JAX_VERSION >= (0, 11)
+"""Whether an executable of a private CUDA client may be given memory of another client to write its results into.
+
+It is donated, and comes back as a result. Seen on 0.11.2; XLA used to end the process where such memory was not reused.
+"""
+
+
 def make_client(platform: str, memory_fraction: float) -> Any:
     """A new client, apart from JAX's own."""
     from jaxlib import xla_client
@@ -539,3 +546,17 @@ def cudnn_attention(query: Any, key: Any, value: Any) -> Any:
         is_training=False,
     )
     return out
+
+
+# -- Pallas -------------------------------------------------------------------------------------------------------
+
+
+def mosaic_interpreter() -> Any:
+    """What simulates Mosaic GPU on the CPU: it has ``InterpretGPUParams`` and ``force_gpu_interpret_mode``."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    if hasattr(mosaic_gpu, "InterpretGPUParams"):
+        return mosaic_gpu
+    from jax._src.pallas.mosaic_gpu.interpret import params  # before JAX 0.11 it had no public name
+
+    return params

@@ -1,10 +1,10 @@
-"""Measuring when each step of a plan runs: every step by itself, compiled on its own, placed on the plan's streams.
+"""Measuring when each step of a plan runs: a dispatched plan as it runs, any other step by step.
 
-A program that XLA compiled as one shows no steps any more, and timers inside it would change it. So every step is
-compiled by itself and timed on the very values that it gets in a call; its start follows from the plan, as in
-``dynaflow_jax.simulate``: a stream is in order, and a step waits for what it reads. What steps gain from being compiled
-together, and what they cost each other when they run at once, is not in it; ``jax.profiler`` shows that: the names of
-operators are those of the device's kernels there, and of ranges around the steps when this module runs them.
+A dispatched plan says itself when it begins and ends what (``dynaflow_jax.recording``). A program that XLA compiled as
+one shows no steps any more, and timers inside it would change it. So every step is compiled by itself and timed on the
+very values that it gets in a call; its start follows from the plan, as in ``dynaflow_jax.simulate``: a stream is in
+order, and a step waits for what it reads. What steps gain from being compiled together, and what they cost each other
+when they run at once, is not in that; ``jax.profiler`` shows it, with the names of operators on the device's kernels.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.lowering import xla
 from dynaflow_jax.lowering.steps import Slot, Values, call_of, region_inputs, region_outputs
 from dynaflow_jax.program import outputs_of
+from dynaflow_jax.recording import record
 from dynaflow_jax.schedule import Step
 from dynaflow_jax.simulate import Path, Phase, bound_on, placed
 from dynaflow_jax.timeline import Timeline
@@ -34,20 +35,34 @@ from dynaflow_jax.transform import DynaFlow, SwitchedDynaFlow
 
 
 def profile(flow: DynaFlow, *args: Any, calls: int = 10, **kwargs: Any) -> Timeline:
-    """Measures the steps of a scheduled function, each by itself, on the default device.
+    """Measures when the steps of a scheduled function run.
 
-    Every step is compiled once and then called ``calls`` times; its time is the median, less that of a call that does
-    nothing. In a loop that is the first iteration's, taken as often as the loop runs. Inside ``shard_map`` every device
-    runs the step, and it is over when the last one is.
+    A plan that is dispatched is called ``calls`` times as it is, and the executor takes the time of every command, with
+    events on CUDA and with the clock on the host twin: when it begins and when it ends, in the median, from the start
+    of the run. So the timeline has the gaps and the overlap that there were, and beside the plan's steps what the
+    executor does for them: ``input i`` and ``output i`` are copies, ``split`` and ``join`` cut the batch and put it
+    together. What was compiled as one partition is one event, named ``a + b``; a loop has its iterations one by one. An
+    exchange lasts until the last device's part has arrived, and so has the wait for that device in it. Of several
+    devices it is the one whose run takes longest. Where a plan is dispatched inside ``shard_map`` only, what XLA runs
+    outside is left out. The events cost about a microsecond per command on a GPU.
+
+    Steps of any other plan are measured each by itself, on the default device: compiled once, called ``calls`` times,
+    the median less that of a call that does nothing. In a loop that is the first iteration's, taken as often as the
+    loop runs. Inside ``shard_map`` every device runs the step, and it is over when the last one is.
+
+    ``jax.profiler`` records ranges with the names of steps around what this function runs, but for dispatched CUDA
+    graphs, which are launched as a whole: there, around the capture of each partition at the first call. Under Nsight
+    Systems XLA marks the same capture with NVTX ranges, by the names of its modules, which are the operators'.
 
     Args:
       flow: the scheduled function, as ``dynaflow`` returns it.
       args: arrays, as for a call.
-      calls: how often each step is timed.
+      calls: of how many calls to take the median.
       kwargs: likewise.
 
     Returns:
-      The timeline, in microseconds, with ``measured`` true. Operations and bytes are estimates.
+      The timeline, in microseconds, with ``measured`` true. Operations and bytes are estimates, except for bytes that
+      the executor copies.
 
     Raises:
       DynaFlowError: if ``flow`` is not a function with one plan, or the arguments are no arrays.
@@ -64,6 +79,8 @@ def profile(flow: DynaFlow, *args: Any, calls: int = 10, **kwargs: Any) -> Timel
     for leaf, name in zip(call.leaves, call.names, strict=True):
         if compat.is_tracer(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
             raise DynaFlowError(f"profile runs the function, so it takes arrays; {name} is {leaf!r:.60}.")
+    if resolved.is_dispatched and (recorded := record(resolved, call.leaves, calls)) is not None:
+        return recorded
     timer = StepTimer(calls)
     resolved.evaluate(timer.run, resolved.constants, call.leaves)
     plan, info = resolved.plan, resolved.info

@@ -6,7 +6,7 @@ Simulation and profiling make timelines; pictures, tables and traces are drawn f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from dynaflow_jax.text import si, table
 
@@ -144,20 +144,18 @@ def compare(predicted: Timeline, measured: Timeline) -> str:
 
     Args:
       predicted: what ``Plan.simulate`` gives, or any other timeline to compare with.
-      measured: what ``profile`` gives. Steps are matched by name and stream, those of one name by their order.
+      measured: what ``profile`` gives. Steps are matched by name and stream, those of one name by their order. What ran
+        as one (``a + b``) stands beside the sum of its steps, and a loop's iterations together beside the loop's.
     """
-    left, right = _by_occurrence(predicted), _by_occurrence(measured)
     titles = (predicted._kind, measured._kind) if predicted.measured != measured.measured else ("first", "second")
     rows: list[tuple[str, ...]] = [
         ("step", "stream", f"{titles[0]} µs", f"{titles[1]} µs", "ratio", "bound", "FLOP", "bytes")
     ]
-    for key in dict.fromkeys((*right, *left)):
-        first, second = left.get(key), right.get(key)
-        event = second or first
-        assert event is not None
-        took = [event.duration_us if event else None for event in (first, second)]
-        size = (event.bound, si(event.flops), si(event.bytes))
-        rows.append((event.name, event.stream, *map(_maybe, took), _ratio(*took), *size))
+    for pair in _matched(predicted, measured):
+        took = [sum(event.duration_us for event in events) if events else None for events in pair]
+        shown = pair[1] or pair[0]
+        size = (si(sum(event.flops for event in shown)), si(sum(event.bytes for event in shown)))
+        rows.append((shown[0].name, shown[0].stream, *map(_maybe, took), _ratio(*took), shown[0].bound, *size))
     rows.append(
         ("total", "", *_us(predicted.total_us, measured.total_us), _ratio(predicted.total_us, measured.total_us))
     )
@@ -187,14 +185,37 @@ def compare(predicted: Timeline, measured: Timeline) -> str:
     )
 
 
-def _by_occurrence(timeline: Timeline) -> dict[tuple[str, str, int], Event]:
-    """Events by name, stream, and how many of both came before."""
-    found: dict[tuple[str, str, int], Event] = {}
+def _matched(first: Timeline, second: Timeline) -> list[tuple[list[Event], list[Event]]]:
+    """Events of two timelines that stand for the same, in the order of the second; either may have none."""
+    left, right = _by_name(first), _by_name(second)
+    pairs: list[tuple[list[Event], list[Event]]] = []
+    for (name, stream), own in right.items():
+        keys = [(part, stream) for part in joined_from(name, {n for n, s in left if s == stream})]
+        others = [event for key in keys for event in left.pop(key, ())]
+        if len(keys) == 1 and len(others) == len(own):
+            pairs += [([a], [b]) for a, b in zip(others, own, strict=True)]
+        elif others:
+            pairs.append((others, own))
+        else:
+            pairs += [([], [event]) for event in own]
+    return [*pairs, *(([event], []) for own in left.values() for event in own)]
+
+
+def _by_name(timeline: Timeline) -> dict[tuple[str, str], list[Event]]:
+    found: dict[tuple[str, str], list[Event]] = {}
     for event in timeline.events:
-        number = 0
-        while (event.name, event.stream, number) in found:
-            number += 1
-        found[event.name, event.stream, number] = event
+        found.setdefault((event.name, event.stream), []).append(event)
+    return found
+
+
+def joined_from(name: str, known: Container[str]) -> list[str]:
+    """The names out of which a name such as ``a + b`` was put together, as far as they are known."""
+    words, found = name.split(" + "), []
+    while words:
+        count = next((n for n in range(len(words), 0, -1) if " + ".join(words[:n]) in known), 0)
+        if count:
+            found.append(" + ".join(words[:count]))
+        del words[: count or 1]
     return found
 
 

@@ -62,6 +62,7 @@ def dynaflow(
     backend: str = "auto",
     unroll: int = 1,
     context: Any = None,
+    donate_argnums: int | Sequence[int] = (),
 ) -> DynaFlow:
     """Runs a function's operators as a strategy schedules them.
 
@@ -101,6 +102,9 @@ def dynaflow(
         what ``"auto"`` means.
       unroll: how many iterations of a loop a strategy sees at once.
       context: anything hashable that the strategy should know: a phase, a load, a kind of hardware.
+      donate_argnums: positional arguments whose arrays are not needed after the call, as ``jax.jit`` is told too (which
+        does not pass it on). A dispatched plan then computes new values, a train state's say, in the memory of the old;
+        without it they are copied there.
 
     Returns:
       The scheduled function; its methods ``graph``, ``plan`` and ``explain`` show what was decided.
@@ -133,7 +137,13 @@ def dynaflow(
         hash(context)
     except TypeError:
         raise DynaFlowError(f"context must be hashable, and {context!r} is not.") from None
-    options = (Rules.of(rules), batch_axes, out_axes, weights, rng, allowed, batch_shards, backend, unroll, context)
+    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    if bad := [number for number in donated if not isinstance(number, int) or isinstance(number, bool) or number < 0]:
+        raise DynaFlowError(f"donate_argnums takes positions of arguments, from 0, not {bad[0]!r}.")
+    options = (
+        *(Rules.of(rules), batch_axes, out_axes, weights, rng, allowed),
+        *(batch_shards, backend, unroll, context, donated),
+    )
     if isinstance(scheduler, Switch):
         return SwitchedDynaFlow(scheduler, [DynaFlow(fun, strategy, *options) for strategy in strategies], *options)
     if isinstance(scheduler, Auto):
@@ -169,6 +179,7 @@ class DynaFlow:
         backend: str,
         unroll: int,
         context: Any,
+        donate_argnums: tuple[int, ...],
     ):
         self.fun = fun
         self.scheduler = scheduler
@@ -181,6 +192,7 @@ class DynaFlow:
         self.batch_shards = batch_shards
         self.unroll = unroll
         self.context = context
+        self.donate_argnums = donate_argnums
         self.backend = backend
         self._cache: OrderedDict[Any, Resolved] = OrderedDict()
         self._lock = threading.Lock()
@@ -425,6 +437,7 @@ class _Call:
       axes: batch axis of each array, or ``None``.
       names: path of each array, for messages.
       shards: over how many devices the batch is split already.
+      donated: whether each array's memory is free to be an output's.
     """
 
     tree: Any
@@ -435,6 +448,7 @@ class _Call:
     axes: tuple[int | None, ...]
     names: tuple[str, ...]
     shards: int
+    donated: tuple[bool, ...]
 
     @property
     def signature(self) -> Any:
@@ -447,7 +461,11 @@ class _Call:
     def of(flow: DynaFlow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         with_paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
         axes = _batch_axes(flow, args, kwargs, tree)
-        leaves, positions, static, chosen, names = [], [], [], [], []
+        leaves, positions, static, chosen, names, donated = [], [], [], [], [], []
+        if args and (beyond := [number for number in flow.donate_argnums if number >= len(args)]):
+            raise DynaFlowError(
+                f"donate_argnums names argument {beyond[0]}, and there are {len(args)} positional ones."
+            )
         for i, ((path, leaf), axis) in enumerate(zip(with_paths, axes, strict=True)):
             name = _argument_name(flow._parameters, path)
             if compat.is_array(leaf) or compat.is_tracer(leaf):
@@ -455,6 +473,7 @@ class _Call:
                 positions.append(i)
                 names.append(name)
                 chosen.append(_check_axis(axis, leaf, name))
+                donated.append(path[0].idx == 0 and path[1].idx in flow.donate_argnums)
             elif axis is not None:
                 raise SplitError(
                     f"batch_axes gives {name} the axis {axis!r}, but it is {leaf!r:.60}, not an array: it has no rows. "
@@ -465,7 +484,10 @@ class _Call:
         avals = tuple(compat.aval_of(leaf) for leaf in leaves)
         placed = [compat.shards_of(leaf, axis) for leaf, axis in zip(leaves, chosen, strict=True) if axis is not None]
         shards = flow.batch_shards or max(placed, default=1)
-        return _Call(tree, leaves, tuple(positions), tuple(static), avals, tuple(chosen), tuple(names), shards)
+        return _Call(
+            *(tree, leaves, tuple(positions), tuple(static), avals),
+            *(tuple(chosen), tuple(names), shards, tuple(donated)),
+        )
 
     def check_values(self) -> None:
         """Raises if an argument is only the type of one."""
@@ -943,6 +965,7 @@ class Resolved:
             [var.aval for var in self._traced.flat.program.invars],
             self._owns,
             [False for _ in self.constants] + [axis is not None for axis in layout.axes],
+            [False for _ in self.constants] + list(layout.donated),
             layout.shards,
             None if flow.weights is None else weights,
             compat.mesh_sizes(),
@@ -963,10 +986,10 @@ class Resolved:
     def _name(self) -> str:
         return getattr(self.flow.fun, "__name__", "function")
 
-    def _bound(self, make: Callable[[], Work], where: str) -> Binder | None:
+    def _bound(self, make: Callable[[], Work], where: str, timed: bool = False) -> Binder | None:
         """A binder of work, compiled; ``None`` if that cannot be, whatever the reason is: there is another way."""
         try:
-            binder = Binder(make(), where, compat.device_ordinals())
+            binder = Binder(make(), where, compat.device_ordinals(), timed=timed)
         except Exception as error:
             self._fall_back(error)
             return None
@@ -976,11 +999,19 @@ class Resolved:
             binder.close()
             self._fall_back(error)
             return None
-        self.flow.own(binder)
+        if not timed:
+            self.flow.own(binder)
         return binder
 
-    def _dispatched_region(self, where: str, region: Region, steps: Sequence[Step], values: Values) -> Values:
-        """The body of a ``shard_map``, dispatched by each of its devices."""
+    def _dispatched_region(
+        self,
+        where: str,
+        region: Region,
+        steps: Sequence[Step],
+        values: Values,
+        timed: list[Binder] | None = None,
+    ) -> Values:
+        """The body of a ``shard_map``, dispatched by each of its devices; its binder goes into ``timed``, if given."""
         operands, avals = [], []
 
         def make() -> Work:
@@ -990,9 +1021,11 @@ class Resolved:
             operands[:], avals[:] = rest
             return work
 
-        binder = self._bound(make, where)
+        binder = self._bound(make, where, timed is not None)
         if binder is None:
             return xla.run(region, steps, values)
+        if timed is not None:
+            timed.append(binder)
         results = iter(dispatch.call(binder, avals, operands))
         return [[next(results) for _ in variant.graph.program.outvars] for variant in region.variants]
 
@@ -1031,6 +1064,22 @@ class Resolved:
             binder = binder.another()
             self.flow.own(binder)
         return dispatch.call(binder, self._outputs, [*constants, *leaves])
+
+    def timed(self, binders: list[Binder]) -> Callable[[list[Any], list[Any]], list[Any]]:
+        """The function as it is dispatched, with the time of every command taken.
+
+        Args:
+          binders: gets the binders that a call runs, at the latest when it is traced; whoever asks closes them.
+
+        Returns:
+          A function of the values that the function closes over and of its arrays, to be traced once.
+        """
+        if self._binder is not None:
+            binder = self._binder.another(timed=True)
+            binders.append(binder)
+            return lambda constants, leaves: dispatch.call(binder, self._outputs, [*constants, *leaves])
+        where = "cpu" if self.info.platform == "cpu" else "cuda"
+        return functools.partial(self._evaluate, functools.partial(self._dispatched_region, where, timed=binders))
 
     def call(self, leaves: Sequence[Any]) -> Any:
         """Evaluates the plan on arrays of the shapes it was made for."""

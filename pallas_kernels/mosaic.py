@@ -61,17 +61,9 @@ def num_sms(device: Any = None) -> int:
     return getattr(device, "core_count", None) or 132 if device.platform in ("gpu", "cuda") else 132
 
 
-def _interpreter() -> Any:
-    if hasattr(plgpu, "InterpretGPUParams"):
-        return plgpu
-    from jax._src.pallas.mosaic_gpu.interpret import params  # before JAX 0.11 it had no public name
-
-    return params
-
-
 def simulation(interpret: bool) -> contextlib.AbstractContextManager[Any]:
     """A context in which kernels that are traced are simulated on the CPU, with their barriers and copies."""
-    return _interpreter().force_gpu_interpret_mode() if interpret else contextlib.nullcontext()
+    return compat.mosaic_interpreter().force_gpu_interpret_mode() if interpret else contextlib.nullcontext()
 
 
 def launch(
@@ -106,7 +98,7 @@ def launch(
         grid=(grid,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, **options),
-        interpret=_interpreter().InterpretGPUParams() if interpret else None,
+        interpret=compat.mosaic_interpreter().InterpretGPUParams() if interpret else None,
         **threads,
     )
 

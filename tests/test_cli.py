@@ -12,6 +12,7 @@ import pytest
 import dynaflow_jax as df
 from dynaflow_jax import arguments
 from dynaflow_jax.cli import main
+from dynaflow_jax.runtime import extension
 
 ROOT = Path(__file__).parents[1]
 
@@ -104,7 +105,7 @@ def done(result):
     return out
 
 
-# -- explain and plan ------------------------------------------------------------------------------------------------
+# -- explain, plan and profile -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", [["toy_cli:step", *SPLIT], FLOW, ["toy_cli:jitted", "--args=toy_cli:example"]])
@@ -135,6 +136,29 @@ def test_plan_as_json_is_read_again(run):
 
     plan = df.Plan.from_json(done(run("plan", *FLOW, "--json")))
     assert plan == toy_cli.flow.plan(*toy_cli.example())
+
+
+@pytest.mark.parametrize("backend", ["xla", "dispatch"])
+def test_profile(run, backend):
+    if backend == "dispatch" and extension.module is None:
+        pytest.skip("the extension is not built")
+    out = done(run("profile", *FLOW, "--backend", backend))
+    assert "NanoFlow(micro_batches=2) on cpu, measured: " in out
+    assert "predicted on CPU, measured on cpu" in out
+    found = json.loads(done(run("profile", *FLOW, "--backend", backend, "--json")))
+    assert found["dispatched"] == (backend == "dispatch")
+    assert found["measured_us"] > 0
+    assert found["predicted_us"] > 0
+    for name in ("up[0]", "act[0]", "dot_general[1]"):
+        assert any(name in event["name"] for event in found["events"])
+
+
+def test_files_of_a_profile(run, tmp_path):
+    html, trace = tmp_path / "profile.html", tmp_path / "profile.json"
+    done(run("profile", *FLOW, "--html", str(html), "--perfetto", str(trace)))
+    assert "Measured" in html.read_text(encoding="utf-8")
+    named = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "process_name"]
+    assert [event["args"]["name"].split(": ")[0] for event in named] == ["CPU, predicted", "cpu, measured"]
 
 
 def test_files_of_a_plan(run, tmp_path):

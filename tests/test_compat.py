@@ -270,3 +270,10 @@ def test_devices_of_several_processes_are_refused(monkeypatch):
         with pytest.raises(DynaFlowError, match=r"the mesh \(d=4\) is of a program of 2 processes"):
             compat.device_ordinals()
     assert len(compat.device_ordinals()) == 1
+
+
+def test_mosaic_gpu_is_simulated():
+    interpreter = compat.mosaic_interpreter()
+    assert callable(interpreter.InterpretGPUParams)
+    with interpreter.force_gpu_interpret_mode():
+        pass

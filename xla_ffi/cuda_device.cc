@@ -113,6 +113,9 @@ Status CudaDevice::Prepare(const std::vector<int>& ordinals, const Program& prog
   DYNAFLOW_ASSIGN(OwnedEvent done, MakeEvent(driver_));
   done_ = std::make_shared<OwnedEvent>(std::move(done));
   turn_ = TurnOf(driver_, ordinals[0]);
+  if (options_.timed) {
+    DYNAFLOW_ASSIGN(stopwatch_, cuda::Stopwatch::Create(driver_, program));
+  }
   DYNAFLOW_RETURN_IF_ERROR(PreparePartitions(program));
   if (!options_.one_graph) why_not_one_graph_ = "not wanted";
   if (options_.blocking) why_not_one_graph_ = "blocking";
@@ -245,9 +248,24 @@ Status CudaDevice::Run(const Program& program, const Call& call) {
       why_not_one_graph_.empty() ? RunAsOneGraph(program, call, stream) : RunOnStreams(program, call, stream);
   const Status recorded = driver_.Check(driver_.EventRecord(done_->get(), stream), "EventRecord");
   has_run_ = true;
+  has_times_ = status.ok() && recorded.ok();
   turn_->done = done_;
   turn_->stream = stream;
   return (status.ok() ? recorded : status).Within(where);
+}
+
+Result<std::vector<CommandTime>> CudaDevice::Times(const Program& program) {
+  const auto where = [&] { return StrCat("program '", program.name, "'"); };
+  if (!stopwatch_) return Device::Times(program);
+  if (!has_times_)
+    return FailedPrecondition(where(), has_run_ ? ": the last run failed" : " has not run yet");
+  const cuda::ScopedContext scope(driver_, contexts_[0].get());
+  DYNAFLOW_RETURN_IF_ERROR(scope.status().Within(where));
+  DYNAFLOW_RETURN_IF_ERROR(
+      driver_.Check(driver_.EventSynchronize(done_->get()), "EventSynchronize").Within(where));
+  auto times = stopwatch_->Read();
+  if (!times.ok()) return times.status().Within(where);
+  return times;
 }
 
 std::string CudaDevice::Mode() const {
@@ -283,7 +301,8 @@ Status CudaDevice::CheckEarlierRuns(const Program& program) {
 
 Status CudaDevice::RunAsOneGraph(const Program& program, const Call& call, cuda::Stream stream) {
   if (!whole_) {
-    auto built = cuda::ProgramGraph::Build(driver_, contexts_[0].get(), program, graphs_, call);
+    auto built = cuda::ProgramGraph::Build(driver_, contexts_[0].get(), program, graphs_, call,
+                                           stopwatch_ ? &*stopwatch_ : nullptr);
     if (!built.ok()) {
       // Some partitions cannot be part of a larger graph (their libraries allocate memory, say).
       DYNAFLOW_RETURN_IF_ERROR(InstantiatePartitions(program));
@@ -298,6 +317,7 @@ Status CudaDevice::RunAsOneGraph(const Program& program, const Call& call, cuda:
 }
 
 Status CudaDevice::RunOnStreams(const Program& program, const Call& call, cuda::Stream stream) {
+  if (stopwatch_) DYNAFLOW_CUDA(driver_, EventRecord, stopwatch_->start(), stream);
   DYNAFLOW_CUDA(driver_, EventRecord, fork_.get(), stream);
   for (const auto& own : streams_) DYNAFLOW_CUDA(driver_, StreamWaitEvent, own.get(), fork_.get(), 0);
   Status status;
@@ -318,6 +338,9 @@ Status CudaDevice::RunOnStreams(const Program& program, const Call& call, cuda::
 Status CudaDevice::Issue(const Program& program, size_t command, const Call& call) {
   const Command& c = program.commands[command];
   const cuda::Stream stream = streams_[c.stream].get();
+  // Not the end of the command before: the host may issue this one later than that.
+  const bool timed = stopwatch_ && cuda::Stopwatch::Times(c);
+  if (timed) DYNAFLOW_CUDA(driver_, EventRecord, stopwatch_->before(command), stream);
   switch (c.kind) {
     case CommandKind::kLaunch:
       DYNAFLOW_CUDA(driver_, GraphLaunch, execs_[command].get(), stream);
@@ -351,6 +374,10 @@ Status CudaDevice::Issue(const Program& program, size_t command, const Call& cal
       DYNAFLOW_CUDA(driver_, StreamWaitValue, stream, c.writes[0].offset, 1, cuda::kWaitValueGeq);
       DYNAFLOW_CUDA(driver_, StreamWriteValue, stream, c.writes[0].offset, 0, 0);
       break;
+  }
+  if (timed) {
+    DYNAFLOW_CUDA(driver_, EventRecord, stopwatch_->after(command), stream);
+    stopwatch_->Set(command, stopwatch_->before(command), stopwatch_->after(command));
   }
   if (options_.blocking) DYNAFLOW_CUDA(driver_, StreamSynchronize, stream);
   return {};

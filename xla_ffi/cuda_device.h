@@ -10,6 +10,7 @@
 #include "xla_ffi/cuda_driver.h"
 #include "xla_ffi/device.h"
 #include "xla_ffi/program_graph.h"
+#include "xla_ffi/stopwatch.h"
 
 namespace dynaflow {
 
@@ -19,6 +20,8 @@ struct CudaOptions {
   // Wait for each operator before the next. Slow, but a device error then names the operator that caused it,
   // where otherwise it shows up at some later call.
   bool blocking = false;
+  // Take the time of every command, with events before and after it.
+  bool timed = false;
 };
 
 class CudaDevice final : public Device {
@@ -32,6 +35,7 @@ class CudaDevice final : public Device {
   ~CudaDevice() override;
 
   Status Run(const Program& program, const Call& call) override;
+  Result<std::vector<CommandTime>> Times(const Program& program) override;
   std::string Mode() const override;
   void ReleasePeers(const Program& program) override;
   bool Idle() const override;
@@ -68,6 +72,7 @@ class CudaDevice final : public Device {
   std::vector<cuda::OwnedEvent> joins_;     // the end of each stream's work
   cuda::OwnedEvent fork_;                   // the start of a run, on XLA's stream
   std::shared_ptr<cuda::OwnedEvent> done_;  // the end of a run, likewise; the next in turn may wait for it
+  std::optional<cuda::Stopwatch> stopwatch_;  // of a timed program
   std::vector<cuda::OwnedGraph> own_graphs_;  // captures changed for a stream's priority or SMs
   std::vector<cuda::Graph> graphs_;           // of each command that launches one
   std::vector<cuda::OwnedGraphExec> execs_;   // the same, ready to launch, unless all is one graph
@@ -75,6 +80,7 @@ class CudaDevice final : public Device {
 
   std::string why_not_one_graph_;  // empty: the program runs as one graph
   bool has_run_ = false;
+  bool has_times_ = false;  // of the last run
 };
 
 }  // namespace dynaflow

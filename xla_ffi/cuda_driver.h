@@ -47,6 +47,7 @@ inline constexpr int kErrorPeerAccessUnsupported = 217;
 inline constexpr int kErrorPeerAccessAlreadyEnabled = 704;
 
 inline constexpr unsigned kStreamNonBlocking = 1;
+inline constexpr unsigned kEventDefault = 0;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr int kCaptureRelaxed = 2;
 inline constexpr int kAttributeSmCount = 16;
@@ -61,6 +62,7 @@ enum NodeType : int {
   kNodeHost = 3,
   kNodeGraph = 4,
   kNodeEmpty = 5,
+  kNodeEventRecord = 7,
   kNodeMemAlloc = 10,
   kNodeMemFree = 11,
   kNodeBatchMemOp = 12,
@@ -205,6 +207,7 @@ struct Resource {
   NEEDED(EventRecord, "cuEventRecord", Event event, Stream stream)                                          \
   NEEDED(EventQuery, "cuEventQuery", Event event)                                                           \
   NEEDED(EventSynchronize, "cuEventSynchronize", Event event)                                               \
+  NEEDED(EventElapsedTime, "cuEventElapsedTime", float* ms, Event start, Event end)                         \
   NEEDED(MemcpyAsync, "cuMemcpyAsync", DevicePtr dst, DevicePtr src, size_t bytes, Stream stream)           \
   NEEDED(MemcpyPeerAsync, "cuMemcpyPeerAsync", DevicePtr dst, Context dst_context, DevicePtr src,           \
          Context src_context, size_t bytes, Stream stream)                                                  \
@@ -235,6 +238,8 @@ struct Resource {
          size_t num_after, Graph child)                                                                     \
   NEEDED(AddMemcpyNode, "cuGraphAddMemcpyNode", GraphNode* node, Graph graph, const GraphNode* after,       \
          size_t num_after, const Memcpy3D* copy, Context context)                                           \
+  NEEDED(AddEventRecordNode, "cuGraphAddEventRecordNode", GraphNode* node, Graph graph,                     \
+         const GraphNode* after, size_t num_after, Event event)                                             \
   NEEDED(GraphInstantiate, "cuGraphInstantiateWithFlags", GraphExec* exec, Graph graph,                     \
          unsigned long long flags)                                                                          \
   NEEDED(GraphExecDestroy, "cuGraphExecDestroy", GraphExec exec)                                            \

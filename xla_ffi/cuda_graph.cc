@@ -20,6 +20,8 @@ const char* TypeName(NodeType type) {
       return "graph";
     case kNodeEmpty:
       return "empty";
+    case kNodeEventRecord:
+      return "event record";
     case kNodeMemAlloc:
       return "alloc";
     case kNodeMemFree:

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "xla_ffi/program.h"
 #include "xla_ffi/shared_run.h"
@@ -47,6 +48,12 @@ inline std::byte* Resolve(const Range& r, const Call& call) {
   return reinterpret_cast<std::byte*>(r.offset);
 }
 
+// When a command ran, in microseconds from the start of its run.
+struct CommandTime {
+  size_t command = 0;
+  double begin_us = 0, end_us = 0;
+};
+
 // A device that has been made ready for one program: its streams, events and partitions.
 class Device {
  public:
@@ -55,6 +62,12 @@ class Device {
   // Runs the program once, after everything the device already runs of it. Called by one thread at a time.
   // A CUDA device returns as soon as all is enqueued; the host device returns when all is done.
   virtual Status Run(const Program& program, const Call& call) = 0;
+
+  // When the commands of the last run ran, once it is over; of those that do something, in the program's
+  // order. Fails where the device was not made to take times, or the last run failed.
+  virtual Result<std::vector<CommandTime>> Times(const Program& program) {
+    return FailedPrecondition("program '", program.name, "' was not added with timed=True");
+  }
 
   // How it runs, for people.
   virtual std::string Mode() const = 0;

@@ -3,11 +3,17 @@
 namespace dynaflow {
 
 bool Executor::Matches(const Call& call) const {
-  if (call.inputs.size() != program_.inputs.size()) return false;
+  if (call.inputs.size() != program_.inputs.size() || call.outputs.size() != program_.outputs.size()) {
+    return false;
+  }
   for (size_t i = 0; i < call.inputs.size(); ++i) {
     const Input& in = program_.inputs[i];
     if (in.kind == InputKind::kPinned && reinterpret_cast<uint64_t>(call.inputs[i]) != in.address)
       return false;
+  }
+  for (size_t i = 0; i < call.outputs.size(); ++i) {
+    const uint64_t address = program_.outputs[i].address;
+    if (address && reinterpret_cast<uint64_t>(call.outputs[i]) != address) return false;
   }
   return true;
 }
@@ -29,6 +35,10 @@ Status Executor::CheckCall(const Call& call) const {
   }
   // The overlap check took a donor and its output for one memory; here XLA says whether they are.
   for (size_t i = 0; i < call.outputs.size(); ++i) {
+    const uint64_t address = program_.outputs[i].address;
+    if (address && reinterpret_cast<uint64_t>(call.outputs[i]) != address) {
+      return FailedPrecondition(where(), ": pinned output ", i, " has moved since it was captured");
+    }
     const int32_t donor = program_.outputs[i].donor;
     if (donor >= 0 && call.outputs[i] != call.inputs[donor]) {
       return FailedPrecondition(where(), ": output ", i, " does not lie in its donor, input ", donor);
@@ -41,6 +51,11 @@ Status Executor::Run(const Call& call) {
   DYNAFLOW_RETURN_IF_ERROR(CheckCall(call));
   std::lock_guard lock(running_);
   return device_->Run(program_, call);
+}
+
+Result<std::vector<CommandTime>> Executor::Times() {
+  std::lock_guard lock(running_);
+  return device_->Times(program_);
 }
 
 void Executor::ReleasePeers() {

@@ -22,13 +22,14 @@ class Executor {
   const Program& program() const { return program_; }
   std::string Mode() const;
 
-  // Whether every pinned input lies where the program expects it.
+  // Whether every pinned input and output lies where the program expects it.
   bool Matches(const Call& call) const;
 
   // Thread-safe: the runs of one program share its private pool, so they follow one another.
   Status Run(const Call& call);
 
   // See Device.
+  Result<std::vector<CommandTime>> Times();
   void ReleasePeers();
   bool Idle() const;
 

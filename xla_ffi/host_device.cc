@@ -58,7 +58,7 @@ struct HostDevice::RunState {
 };
 
 Result<std::unique_ptr<Device>> HostDevice::Create(const Program& program,
-                                                   std::vector<HostPartition> partitions) {
+                                                   std::vector<HostPartition> partitions, bool timed) {
   if (partitions.size() != program.partitions.size()) {
     return InvalidArgument("program '", program.name, "' has ", program.partitions.size(),
                            " partitions, but ", partitions.size(), " functions were given");
@@ -67,13 +67,13 @@ Result<std::unique_ptr<Device>> HostDevice::Create(const Program& program,
     if (!partitions[i])
       return InvalidArgument("program '", program.name, "': partition ", i, " is no function");
   }
-  return std::unique_ptr<Device>(new HostDevice(program.streams.size(), std::move(partitions)));
+  return std::unique_ptr<Device>(new HostDevice(program, std::move(partitions), timed));
 }
 
-HostDevice::HostDevice(size_t num_streams, std::vector<HostPartition> partitions)
-    : partitions_(std::move(partitions)) {
-  workers_.reserve(num_streams);
-  for (size_t i = 0; i < num_streams; ++i) workers_.emplace_back(&HostDevice::Work, this, i);
+HostDevice::HostDevice(const Program& program, std::vector<HostPartition> partitions, bool timed)
+    : partitions_(std::move(partitions)), timed_(timed), spans_(timed ? program.commands.size() : 0) {
+  workers_.reserve(program.streams.size());
+  for (size_t i = 0; i < program.streams.size(); ++i) workers_.emplace_back(&HostDevice::Work, this, i);
 }
 
 HostDevice::~HostDevice() {
@@ -90,11 +90,31 @@ Status HostDevice::Run(const Program& program, const Call& call) {
   std::unique_lock lock(mutex_);
   run_ = &run;
   working_ = workers_.size();
+  if (timed_) started_ = Clock::now();
   ++generation_;
   changed_.notify_all();
   changed_.wait(lock, [&] { return working_ == 0; });
   run_ = nullptr;
-  return run.shared.status();
+  const Status status = run.shared.status();
+  last_run_ = status.ok() ? LastRun::kDone : LastRun::kFailed;
+  return status;
+}
+
+Result<std::vector<CommandTime>> HostDevice::Times(const Program& program) {
+  if (!timed_) return Device::Times(program);
+  if (last_run_ != LastRun::kDone) {
+    return FailedPrecondition("program '", program.name,
+                              last_run_ == LastRun::kFailed ? "': the last run failed" : "' has not run yet");
+  }
+  const auto us = [&](Clock::time_point t) {
+    return std::chrono::duration<double, std::micro>(t - started_).count();
+  };
+  std::vector<CommandTime> times;
+  for (size_t i = 0; i < program.commands.size(); ++i) {
+    if (IsEvent(program.commands[i])) continue;
+    times.push_back({i, us(spans_[i].first), us(spans_[i].second)});
+  }
+  return times;
 }
 
 void HostDevice::Work(size_t stream) {
@@ -111,7 +131,10 @@ void HostDevice::Work(size_t stream) {
     const std::vector<Command>& commands = run->program.commands;
     for (size_t i = 0; i < commands.size() && !run->shared.failed(); ++i) {
       if (commands[i].stream != stream) continue;
-      if (Status s = Execute(commands[i], *run); !s.ok()) {
+      if (timed_) spans_[i].first = Clock::now();
+      const Status s = Execute(commands[i], *run);
+      if (timed_) spans_[i].second = Clock::now();
+      if (!s.ok()) {
         run->shared.Fail(s.Within([&] {
           const std::string device = run->call.shared ? StrCat("device ", run->call.device, ": ") : "";
           return device + Describe(run->program, i);

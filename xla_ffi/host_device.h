@@ -1,12 +1,14 @@
 // The host twin: worker threads as streams, so that everything but the CUDA calls is tested on any machine.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "xla_ffi/device.h"
@@ -19,23 +21,32 @@ using HostPartition = std::function<Status()>;
 class HostDevice final : public Device {
  public:
   // One partition for each of the program's, in its order. Starts one thread per stream.
-  static Result<std::unique_ptr<Device>> Create(const Program& program,
-                                                std::vector<HostPartition> partitions);
+  // `timed`: whether to take the time of every command.
+  static Result<std::unique_ptr<Device>> Create(const Program& program, std::vector<HostPartition> partitions,
+                                                bool timed = false);
   ~HostDevice() override;
 
   // The first operator to fail ends the run, on all of the devices that take part: the others stop at their
   // next command, and every waiter wakes up.
   Status Run(const Program& program, const Call& call) override;
+  Result<std::vector<CommandTime>> Times(const Program& program) override;
   std::string Mode() const override { return "threads"; }
 
  private:
+  using Clock = std::chrono::steady_clock;
   struct RunState;
 
-  HostDevice(size_t num_streams, std::vector<HostPartition> partitions);
+  HostDevice(const Program& program, std::vector<HostPartition> partitions, bool timed);
   void Work(size_t stream);
   Status Execute(const Command& command, RunState& run);
 
   std::vector<HostPartition> partitions_;
+
+  // Of a timed program. Each worker writes about its own commands, and nobody reads during a run.
+  const bool timed_;
+  Clock::time_point started_;
+  std::vector<std::pair<Clock::time_point, Clock::time_point>> spans_;  // by command
+  enum class LastRun { kNone, kFailed, kDone } last_run_ = LastRun::kNone;
 
   std::mutex mutex_;
   std::condition_variable changed_;

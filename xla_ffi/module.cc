@@ -113,21 +113,21 @@ int64_t CreatePlan(nb::object on_miss, size_t capacity, size_t participants, dou
 }
 
 void AddHostProgram(int64_t plan_id, int device, const nb::bytes& blob, const nb::list& functions,
-                    bool order_overlaps, nb::object keep_alive) {
+                    bool order_overlaps, bool timed, nb::object keep_alive) {
   const auto plan = ValueOrRaise(Registry::Global().Find(plan_id));
   Program program = DecodeChecked(blob, order_overlaps);
   std::vector<HostPartition> partitions;
   for (nb::handle f : functions) {
     partitions.push_back([held = Hold(nb::borrow(f))] { return CallPython(held); });
   }
-  auto on = ValueOrRaise(HostDevice::Create(program, std::move(partitions)));
+  auto on = ValueOrRaise(HostDevice::Create(program, std::move(partitions), timed));
   auto executor = std::make_shared<Executor>(std::move(program), std::move(on), Hold(std::move(keep_alive)));
   nb::gil_scoped_release nogil;  // an evicted program's threads may be about to take it
   plan->Add(device, std::move(executor));
 }
 
 void AddCudaProgram(int64_t plan_id, const std::vector<int>& devices, const nb::bytes& blob,
-                    bool order_overlaps, bool one_graph, bool blocking, nb::object keep_alive) {
+                    bool order_overlaps, bool one_graph, bool blocking, bool timed, nb::object keep_alive) {
   const auto plan = ValueOrRaise(Registry::Global().Find(plan_id));
   const cuda::Driver* driver = ValueOrRaise(cuda::Driver::Get());
   Program program = DecodeChecked(blob, order_overlaps);
@@ -137,7 +137,7 @@ void AddCudaProgram(int64_t plan_id, const std::vector<int>& devices, const nb::
 
   nb::gil_scoped_release nogil;
   auto on = ValueOrRaise(CudaDevice::Create(*driver, devices, program, std::move(captures),
-                                            {.one_graph = one_graph, .blocking = blocking}));
+                                            {.one_graph = one_graph, .blocking = blocking, .timed = timed}));
   plan->Add(devices[0], std::make_shared<Executor>(std::move(program), std::move(on), std::move(held)));
 }
 
@@ -168,6 +168,63 @@ nb::dict PlanStats(int64_t plan_id) {
   dict["participants"] = stats.participants;
   dict["broken"] = stats.broken;
   return dict;
+}
+
+const char* NameOf(CommandKind kind) {
+  switch (kind) {
+    case CommandKind::kLaunch:
+      return "launch";
+    case CommandKind::kCopy:
+      return "copy";
+    case CommandKind::kRecord:
+      return "record";
+    case CommandKind::kWait:
+      return "wait";
+    case CommandKind::kSignal:
+      return "signal";
+    case CommandKind::kAwait:
+      return "await";
+  }
+  return "unknown";
+}
+
+// What a command moves: all that a launch may read and write, what a copy copies, nothing for a flag.
+uint64_t BytesOf(const Command& c) {
+  if (c.kind == CommandKind::kCopy) return c.writes[0].bytes ? c.rows.count * RowBytes(c) : 0;
+  uint64_t bytes = 0;
+  if (c.kind == CommandKind::kLaunch) {
+    for (const Range& r : c.reads) bytes += r.bytes;
+    for (const Range& r : c.writes) bytes += r.bytes;
+  }
+  return bytes;
+}
+
+nb::list RunTimes(int64_t plan_id, int device) {
+  const auto plan = ValueOrRaise(Registry::Global().Find(plan_id));
+  std::shared_ptr<Executor> last;  // the most recently used is the first
+  for (const auto& [owner, executor] : plan->programs()) {
+    if (owner == device && !last) last = executor;
+  }
+  if (!last) Raise(FailedPrecondition("the plan has no program for device ", device));
+  std::vector<CommandTime> times;
+  {
+    nb::gil_scoped_release nogil;  // the run that is waited for may want it
+    times = ValueOrRaise(last->Times());
+  }
+  nb::list shown;
+  for (const CommandTime& t : times) {
+    const Command& c = last->program().commands[t.command];
+    nb::dict entry;
+    entry["operator"] = c.name;
+    entry["kind"] = NameOf(c.kind);
+    entry["stream"] = c.stream;
+    entry["device"] = c.kind == CommandKind::kLaunch ? 0 : c.target;
+    entry["bytes"] = BytesOf(c);
+    entry["begin_us"] = t.begin_us;
+    entry["end_us"] = t.end_us;
+    shown.append(entry);
+  }
+  return shown;
 }
 
 nb::dict CaptureInfo(int64_t id) {
@@ -262,11 +319,15 @@ NB_MODULE(_dispatch, m) {
       "plan"_a, "Forgets a plan's programs, so that the next call is a miss; runs under way finish first.");
   m.def("plan_stats", &PlanStats, "plan"_a);
   m.def("add_host_program", &AddHostProgram, "plan"_a, "device"_a, "program"_a, "partitions"_a,
-        "order_overlaps"_a = false, "keep_alive"_a.none() = nb::none(),
+        "order_overlaps"_a = false, "timed"_a = false, "keep_alive"_a.none() = nb::none(),
         "Adds a program whose partitions are Python functions without arguments.");
   m.def("add_cuda_program", &AddCudaProgram, "plan"_a, "devices"_a, "program"_a, "order_overlaps"_a = false,
-        "one_graph"_a = true, "blocking"_a = false, "keep_alive"_a.none() = nb::none(),
+        "one_graph"_a = true, "blocking"_a = false, "timed"_a = false, "keep_alive"_a.none() = nb::none(),
         "Adds a program whose partitions are captures, by id.");
+  m.def("run_times", &RunTimes, "plan"_a, "device"_a,
+        "When the commands of a timed program's last run ran, once it is over: a list of dicts with the "
+        "operator, the kind (launch, copy, signal, await), the stream, the device that a copy writes to or a "
+        "flag is shared with, bytes, and begin_us and end_us from the start of the run.");
   m.def("run_host", &RunHost, "plan"_a, "device"_a, "inputs"_a, "outputs"_a, "run_id"_a = 0,
         "Runs a host plan without XLA, on memory at these addresses.");
 

@@ -38,6 +38,9 @@ class Clocks {
 
 // The one name of bytes that have several.
 Range Canonical(const Program& p, Range r) {
+  if (r.space == Space::kOutput && p.outputs[r.index].address) {
+    return {Space::kMemory, 0, p.outputs[r.index].address + r.offset, r.bytes};
+  }
   if (r.space == Space::kOutput && p.outputs[r.index].donor >= 0) {
     r.space = Space::kInput;
     r.index = static_cast<uint32_t>(p.outputs[r.index].donor);

@@ -198,10 +198,11 @@ Result<Program> DecodeUnchecked(std::string_view bytes) {
     i.bytes = in.Get<uint64_t>("input size");
     return i;
   });
-  p.outputs = in.GetList<Output>("outputs", 12, [&] {
+  p.outputs = in.GetList<Output>("outputs", 20, [&] {
     Output o;
     o.donor = in.Get<int32_t>("output donor");
     o.bytes = in.Get<uint64_t>("output size");
+    o.address = in.Get<uint64_t>("output address");
     return o;
   });
   p.commands = in.GetList<Command>("commands", kMinCommandBytes, [&] { return GetCommand(in); });
@@ -342,6 +343,7 @@ std::string Encode(const Program& p) {
   out.PutList(p.outputs, [&](const Output& o) {
     out.Put(o.donor);
     out.Put(o.bytes);
+    out.Put(o.address);
   });
   out.PutList(p.commands, [&](const Command& c) {
     out.Put(c.kind);
@@ -385,6 +387,9 @@ Status Validate(const Program& p) {
   std::vector<bool> donated(p.inputs.size());
   for (size_t i = 0; i < p.outputs.size(); ++i) {
     const Output& out = p.outputs[i];
+    if (out.bytes > std::numeric_limits<uint64_t>::max() - out.address) {
+      return InvalidArgument(where, ": pinned output ", i, " wraps around the address space");
+    }
     if (out.donor == -1) continue;
     if (out.donor < 0 || static_cast<size_t>(out.donor) >= p.inputs.size()) {
       return InvalidArgument(where, ": output ", i, " takes the memory of input ", out.donor, " of ",
@@ -396,6 +401,9 @@ Status Validate(const Program& p) {
                              out.donor, ", has ", donor.bytes);
     }
     if (donated[out.donor]) return InvalidArgument(where, ": input ", out.donor, " is donated twice");
+    if (out.address && (donor.kind != InputKind::kPinned || donor.address != out.address)) {
+      return InvalidArgument(where, ": pinned output ", i, " does not lie in its donor, input ", out.donor);
+    }
     donated[out.donor] = true;
   }
   std::vector<bool> recorded(p.num_events);

@@ -15,7 +15,7 @@ namespace dynaflow {
 
 // Where an address counts from.
 enum class Space : uint8_t {
-  kMemory = 0,  // an absolute address: the private pool, or a pinned input
+  kMemory = 0,  // an absolute address: the private pool, a pinned input or a pinned output
   kInput = 1,   // the call's input `index`
   kOutput = 2,  // the call's output `index`
 };
@@ -55,6 +55,8 @@ struct Input {
 struct Output {
   int32_t donor = -1;  // the input whose memory XLA gives to this output (donation), or -1
   uint64_t bytes = 0;
+  uint64_t address =
+      0;  // where partitions write it in place: the program holds for one address only; 0: anywhere
 
   bool operator==(const Output&) const = default;
 };
@@ -122,7 +124,7 @@ struct Program {
   bool operator==(const Program&) const = default;
 };
 
-inline constexpr uint32_t kProgramVersion = 3;
+inline constexpr uint32_t kProgramVersion = 4;
 inline constexpr uint64_t kFlagBytes = 4;
 inline constexpr uint32_t kMaxStreams = 64;  // a host stream is a thread
 

@@ -38,7 +38,8 @@ Memcpy3D CopyOf(const Command& c, DevicePtr dst, DevicePtr src) {
 }
 
 Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context, const Program& program,
-                                         const std::vector<Graph>& partitions, const Call& call) {
+                                         const std::vector<Graph>& partitions, const Call& call,
+                                         Stopwatch* stopwatch) {
   ProgramGraph result;
   result.driver_ = &driver;
   result.context_ = context;
@@ -50,6 +51,21 @@ Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context, 
   // the moments in time that streams and events are about.
   using Nodes = std::vector<GraphNode>;
   std::vector<Nodes> tails(program.streams.size()), events(program.num_events);
+
+  // Of a stream whose next node has to follow just one moment that is recorded: that moment's event.
+  std::vector<Event> moments(program.streams.size());
+  const auto record = [&](Event event, Nodes& after) -> Status {
+    GraphNode node = nullptr;
+    DYNAFLOW_CUDA(driver, AddEventRecordNode, &node, raw, after.data(), after.size(), event);
+    after = {node};
+    return {};
+  };
+  if (stopwatch) {
+    Nodes start;
+    DYNAFLOW_RETURN_IF_ERROR(record(stopwatch->start(), start));
+    tails.assign(tails.size(), start);
+    moments.assign(moments.size(), stopwatch->start());
+  }
   size_t next = 0;
   for (size_t i = 0; i < program.commands.size(); i = next) {
     next = i + 1;
@@ -57,6 +73,11 @@ Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context, 
     Nodes& tail = tails[c.stream];
     GraphNode node = nullptr;
     Status added;
+    if (stopwatch && Stopwatch::Times(c) && !moments[c.stream]) {
+      DYNAFLOW_RETURN_IF_ERROR(
+          record(stopwatch->before(i), tail).Within([&] { return Describe(program, i); }));
+      moments[c.stream] = stopwatch->before(i);
+    }
     switch (c.kind) {
       case CommandKind::kLaunch:
         added = driver.Check(driver.AddChildNode(&node, raw, tail.data(), tail.size(), partitions[i]),
@@ -79,7 +100,9 @@ Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context, 
         break;
       case CommandKind::kWait:
         for (GraphNode done : events[c.target]) {
-          if (std::find(tail.begin(), tail.end(), done) == tail.end()) tail.push_back(done);
+          if (std::find(tail.begin(), tail.end(), done) != tail.end()) continue;
+          tail.push_back(done);
+          moments[c.stream] = nullptr;
         }
         break;
       case CommandKind::kSignal:
@@ -98,7 +121,13 @@ Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context, 
       }
     }
     DYNAFLOW_RETURN_IF_ERROR(added.Within([&] { return Describe(program, i); }));
-    if (node) tail = {node};
+    if (!node) continue;
+    tail = {node};
+    if (!stopwatch) continue;
+    const Event end = stopwatch->after(next - 1);
+    DYNAFLOW_RETURN_IF_ERROR(record(end, tail).Within([&] { return Describe(program, i); }));
+    for (size_t k = i; k < next; ++k) stopwatch->Set(k, moments[c.stream], end);
+    moments[c.stream] = end;
   }
   GraphExec exec = nullptr;
   DYNAFLOW_CUDA(driver, GraphInstantiate, &exec, raw, 0);

@@ -5,6 +5,7 @@
 
 #include "xla_ffi/cuda_driver.h"
 #include "xla_ffi/device.h"
+#include "xla_ffi/stopwatch.h"
 
 namespace dynaflow::cuda {
 
@@ -14,8 +15,10 @@ Memcpy3D CopyOf(const Command& c, DevicePtr dst, DevicePtr src);
 class ProgramGraph {
  public:
   // `partitions`: the graph to launch for each command that launches one, null for the others.
+  // `stopwatch`: whose events to record before and after each command; null: none.
   static Result<ProgramGraph> Build(const Driver& driver, Context context, const Program& program,
-                                    const std::vector<Graph>& partitions, const Call& call);
+                                    const std::vector<Graph>& partitions, const Call& call,
+                                    Stopwatch* stopwatch = nullptr);
 
   // Launches it on `stream`, after pointing its copies at this call's inputs and outputs.
   Status Launch(const Program& program, const Call& call, Stream stream);

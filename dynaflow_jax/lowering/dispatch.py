@@ -39,6 +39,7 @@ class Inputs:
       avals: their types.
       own: for each micro-batch, what it has of each.
       moving: whether each is likely to be at another address in every call.
+      donated: whether each one's memory is free to be an output's.
       shards: over how many devices the batch is sharded.
       weights: from a micro-batch's inputs to its weight in means, or ``None``.
       mesh: the sizes of the mesh axes around the function, outermost first; empty on a single device.
@@ -47,6 +48,7 @@ class Inputs:
     avals: Sequence[Any]
     own: Sequence[Sequence[Own]]
     moving: Sequence[bool]
+    donated: Sequence[bool]
     shards: int
     weights: Callable[[Sequence[Any]], Any] | None
     mesh: Mapping[str, int]
@@ -88,7 +90,7 @@ def build(
         for m, variant in enumerate(region.variants)
     ]
     _join(builder, region.sizes, inputs, joins, outputs, parts, rows)
-    return builder.work(inputs.moving)
+    return builder.work(inputs.moving, inputs.donated)
 
 
 def build_region(
@@ -119,7 +121,7 @@ def build_region(
     for m, variant in enumerate(region.variants):
         for atom in variant.graph.program.outvars:
             avals.append(atom.aval)
-            builder.output([builder.in_memory(_term(builder, atom, m, env), atom.aval, "output", _EDGE)])
+            builder.output([builder.in_memory(_term(builder, atom, m, env), atom.aval, "output", _EDGE)], atom.aval)
     # What all micro-batches read are weights, mostly, which stay where they are.
     common = set.intersection(*({id(value) for value in own} for own in values))
     split = len(values) > 1
@@ -200,12 +202,13 @@ def _join(
         made = dict(zip(computed, values, strict=True))
     for i, how in enumerate(joins):
         if i in made:
-            builder.output([made[i]])
+            builder.output([made[i]], outputs[i])
             continue
         own = [parts[m][i] for m in batches] if how.how == "rows" else [parts[0][i]]
         # A literal output of the function has a type of its own; parts have the output's, but for their rows.
         avals = [outputs[i]] if len(own) == 1 else [compat.resized(outputs[i], 0, size) for size in sizes]
-        builder.output([builder.in_memory(t, a, "output", _EDGE) for t, a in zip(own, avals, strict=True)])
+        values = [builder.in_memory(t, a, "output", _EDGE) for t, a in zip(own, avals, strict=True)]
+        builder.output(values, outputs[i])
 
 
 def _lies_end_to_end(how: Join, shards: int) -> bool:
@@ -463,6 +466,8 @@ def call(binder: Binder, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[
     operands = [to_bits(x) for x in inputs]
     if binder.work.mesh:
         operands.append(jax.lax.axis_index(tuple(binder.work.mesh)))
-    dispatch = jax.ffi.ffi_call("dynaflow_dispatch", [compat.retyped(aval, *physical(aval)) for aval in outputs])
+    types = [compat.retyped(aval, *physical(aval)) for aval in outputs]
+    aliases = {donor: output for output, donor in binder.work.donors.items()}
+    dispatch = jax.ffi.ffi_call("dynaflow_dispatch", types, input_output_aliases=aliases)
     results = dispatch(*operands, plan=np.int64(binder.plan))
     return [from_bits(result, aval) for result, aval in zip(results, outputs, strict=True)]

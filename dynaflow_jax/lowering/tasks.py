@@ -27,6 +27,13 @@ Beyond this size the copy engines' bandwidth decides.
 """
 
 
+IN_PLACE_OUTPUT_BYTES = 1 << 20
+"""From this size on, what a partition computes of an output is written into the output's memory.
+
+That binds the program to the output's address; copying less than this takes about as long as starting the copy does.
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class Expr:
     """A value that is computed wherever it is read, from values in memory.
@@ -111,6 +118,7 @@ class Builder:
         self._ranks: dict[tuple[str, ...], int] = {}
         self._elsewhere: set[int] = set()  # values in the memory of other devices
         self._outputs: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+        self._output_avals: list[Any] = []
         self.inputs = [self.value(aval, input=i) for i, aval in enumerate(avals)]
 
     # -- values ------------------------------------------------------------------------------------------------------
@@ -235,19 +243,22 @@ class Builder:
         """Adds an exchange between devices."""
         self.entries.append(Entry(exchange, tuple(after)))
 
-    def output(self, parts: Sequence[int]) -> None:
-        """The next output: values end to end."""
+    def output(self, parts: Sequence[int], aval: Any) -> None:
+        """The next output, of a type: values end to end."""
+        self._output_avals.append(aval)
         spans = list(itertools.accumulate((self._values[i].size for i in parts), initial=0))
         self._outputs.append((spans[-1], tuple(zip(parts, spans[:-1], strict=True))))
 
     # -- the result --------------------------------------------------------------------------------------------------
 
-    def work(self, moving: Sequence[bool]) -> Work:
+    def work(self, moving: Sequence[bool], donated: Sequence[bool] | None = None) -> Work:
         """What was put together, compiled to StableHLO.
 
         Args:
           moving: whether each input is likely to be at another address in every call.
+          donated: whether each input's memory is free to be an output's.
         """
+        donors = self._donors(donated or [False] * len(self.inputs))
         sizes = [self._values[i].size for i in self.inputs]
         moving = list(moving)
         index_of = {entry: i for i, entry in enumerate(self.entries)}
@@ -261,7 +272,9 @@ class Builder:
             moving.append(True)
         kept = {self._base(value) for _, parts in self._outputs for value, _ in parts}
         joined = self._read_in_place(_coalesced(listed, self._base, kept))
-        operations = tuple(map(self._compiled, joined))
+        placed = self._placed(joined, donors)
+        over = {value: self.inputs[donors[i]] for value, (i, _) in placed.items() if i in donors}
+        operations = tuple(self._compiled(operation, placed, over) for operation in joined)
         used = {self._base(value) for operation in operations for value in (*operation.reads, *operation.writes)}
         if not all(self._values[i].size for i in used | kept):
             raise DynaFlowError("a value without elements has no address.")
@@ -273,7 +286,22 @@ class Builder:
             tuple(moving),
             tuple(self._outputs),
             dict(self.mesh) if communicates else {},
+            placed,
+            donors,
         )
+
+    def _donors(self, donated: Sequence[bool]) -> dict[int, int]:
+        """From outputs to the donated inputs whose memory they take: each the first of its type that is left."""
+        given = {self._base(value) for _, parts in self._outputs for value, _ in parts}  # copied when all else is done
+        left = [i for i, is_donated in enumerate(donated) if is_donated and self.inputs[i] not in given]
+        found: dict[int, int] = {}
+        for output, aval in enumerate(self._output_avals):
+            same = (i for i in left if (self._avals[i].shape, self._avals[i].dtype) == (aval.shape, aval.dtype))
+            donor = next(same, None)
+            if donor is not None and physical(aval) == (tuple(aval.shape), aval.dtype):
+                left.remove(donor)
+                found[output] = donor
+        return found
 
     def _base(self, index: int) -> int:
         while (within := self._values[index].within) is not None:
@@ -300,21 +328,60 @@ class Builder:
             found.append(operation)
         return found
 
-    def _compiled(self, operation: Task | Exchange) -> Operation:
+    def _placed(self, operations: Sequence[Task | Exchange], donors: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+        """The values that can be computed in an output's memory: which output, and the offset."""
+        if self.platform != "cpu" and not compat.WRITES_INTO_GIVEN_MEMORY:
+            return {}
+        computed = {value for operation in operations if isinstance(operation, Task) for value in operation.writes}
+        # XLA may give an output's memory to others as soon as this device is done, while another one still reads.
+        read_by_others = {self._base(o.reads[0]) for o in operations if isinstance(o, Exchange) and o.in_place}
+        placed: dict[int, tuple[int, int]] = {}
+        for i, (_, parts) in enumerate(self._outputs):
+            for value, offset in parts:
+                large = self._values[value].size >= IN_PLACE_OUTPUT_BYTES and offset % ALIGNMENT == 0
+                donor = donors.get(i)
+                if donor is not None and (len(parts) > 1 or not self._is_free(self.inputs[donor], value, operations)):
+                    continue
+                if large and value in computed - read_by_others:
+                    placed.setdefault(value, (i, offset))
+        return placed
+
+    def _is_free(self, given: int, value: int, operations: Sequence[Task | Exchange]) -> bool:
+        """Whether nobody reads an input any more once ``value`` is computed; the partition that does so may, whole."""
+        for operation in reversed(operations):
+            read = [i for i in operation.reads if self._base(i) == given]
+            if value in operation.writes:
+                return not read or read == [given]
+            if read:
+                return False
+        return False
+
+    def _compiled(self, operation: Task | Exchange, placed: Mapping[int, Any], over: Mapping[int, int]) -> Operation:
         if isinstance(operation, Exchange):
             return operation
         avals = [self._avals[i] for i in operation.reads]
+        on_cpu = self.platform == "cpu"
+        # Memory that is donated goes to the first result of its type that has none yet, operand by operand.
+        donated = {i: operation.reads.index(over[i]) for i in operation.writes if over.get(i) in operation.reads}
+        rest = [i for i in operation.writes if i in placed and i not in donated]
+        into = (*sorted(donated, key=donated.__getitem__), *rest)
+        order = [*into, *(i for i in operation.writes if i not in placed)]
+        first = [operation.writes.index(i) for i in order]
 
         def on_memory(*args: Any) -> list[Any]:
-            return [to_bits(x) for x in operation.compute(*map(from_bits, args, avals))]
+            results = [to_bits(x) for x in operation.compute(*map(from_bits, args, avals))]
+            return results if on_cpu else [results[i] for i in first]
 
         shapes = [jax.ShapeDtypeStruct(*physical(aval)) for aval in avals]
+        given = [] if on_cpu else [jax.ShapeDtypeStruct(*physical(self._avals[i])) for i in rest]
+        memory = () if on_cpu else (*donated.values(), *range(len(shapes), len(shapes) + len(given)))
 
         def lower(body: Callable[..., Any]) -> Any:
             # Arguments that a partition does not use stay arguments, so that its signature is what it reads.
-            return jax.jit(body, keep_unused=True).lower(*shapes)
+            fun = lambda *args: body(*args[: len(shapes)])  # noqa: E731
+            fun.__name__ = operation.name  # and so the module's, which profilers show
+            return jax.jit(fun, keep_unused=True, donate_argnums=memory).lower(*shapes, *given)
 
-        on_cpu = self.platform == "cpu"
         try:
             lowered = lower(on_memory if on_cpu else captured(on_memory))
         except Exception as error:
@@ -330,15 +397,19 @@ class Builder:
             operation.after,
             module,
             _fingerprint(lowered.as_text()),
+            into,
+            tuple(over[i] if i in donated else None for i in into),
             None if on_cpu else lambda: compat.module_bytecode(lower(enclosed(on_memory, shapes))),
         )
 
 
+_MODULE = re.compile(r"^module @\S+")
 _PRIVATE = re.compile(r"func\.func private @([\w.\"\-/]+)\(")
 
 
 def _fingerprint(text: str) -> str:
-    """A hash that modules share which differ only in the names of their functions."""
+    """A hash that modules share which differ only in their names and in those of their functions."""
+    text = _MODULE.sub("module", text)
     for i, name in enumerate(dict.fromkeys(_PRIVATE.findall(text))):
         text = re.sub(rf"@{re.escape(name)}(?=\()", f"@f{i}", text)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +27,29 @@ Call = tuple[int, Sequence[int], Sequence[int]]
 """A call of one device: its ordinal, and the addresses of the inputs and outputs."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """When a command of a program ran, in a run of one device.
+
+    Attributes:
+      operator: the operators that it belongs to.
+      kind: ``"launch"``, ``"copy"``, ``"signal"`` or ``"await"``.
+      stream: the name of its stream.
+      to_peer: whether it copies to another device.
+      bytes: what it reads and writes, for a launch; what it copies, for a copy.
+      begin_us: when it began, in microseconds from the start of the run.
+      end_us: when it ended.
+    """
+
+    operator: str
+    kind: str
+    stream: str
+    to_peer: bool
+    bytes: int
+    begin_us: float
+    end_us: float
+
+
 class Binder:
     """Binds one plan's work, for every device and set of addresses that it is called with.
 
@@ -34,30 +58,34 @@ class Binder:
       platform: ``"cpu"`` or ``"cuda"``.
       devices: the ordinals of the devices that may call.
       plan: the executor's number of the plan.
+      timed: whether the executor takes the time of every command, which costs a little itself.
 
-    Inputs are read in place, at their address; a call that brings others is bound again. An input whose address keeps
-    changing is copied into the pool from then on: one that is split at its second address, weights at their third.
+    Inputs are read and large outputs written in place, at their address; a call that brings others is bound again. What
+    keeps changing its address is copied from then on: an input that is split at its second address, weights and outputs
+    at their third.
 
     With ``DYNAFLOW_SERIAL=1`` in the environment, the same operations run one after the other: equal results then tell
     a rounding (another fusion, another matrix product) from a race.
     """
 
-    def __init__(self, work: Work, platform: str, devices: Sequence[int], capacity: int = 4):
+    def __init__(self, work: Work, platform: str, devices: Sequence[int], capacity: int = 4, timed: bool = False):
         self.work = work
+        self.timed = timed
         self.devices = devices
         self.platform = platform
         self.plan = extension.module.create_plan(self.bind, capacity, work.participants, TIMEOUT_S)
         self._free = extension.module.free_plan
         self._moving = [False] * len(work.inputs)
-        self._seen: dict[int, list[Sequence[int]]] = {}  # addresses of earlier bindings, by device
+        self._moving_outputs = [False] * len(work.outputs)
+        self._seen: dict[int, list[Call]] = {}  # earlier bindings, by device
         self._executables: dict[tuple[str, str, int], Any] = {}
         self._layout = arrivals.layout(work)
         self._serial = os.environ.get("DYNAFLOW_SERIAL", "0") not in ("", "0")
         self._team: Team | None = None
 
-    def another(self) -> Binder:
+    def another(self, *, timed: bool = False) -> Binder:
         """A plan of the same work, compiled once for both, for another place in a program that calls it."""
-        made = Binder(self.work, self.platform, self.devices)
+        made = Binder(self.work, self.platform, self.devices, timed=timed)
         made._executables = self._executables
         return made
 
@@ -71,12 +99,12 @@ class Binder:
         The executor calls this when it has none, with the calls of all devices that run the plan together.
         """
         with _capturing, _explaining_memory(self.work.name):
-            moved = [self._note(device, inputs) for device, inputs, _ in calls]
+            moved = [self._note(call) for call in calls]
             if any(moved):
                 extension.module.forget_programs(self.plan)  # their memory is better used
             if self.work.mesh:
                 self._team = self._team or self._meet(calls)
-            bindings = {device: self._binding(device, inputs) for device, inputs, _ in calls}
+            bindings = {device: self._binding(device, inputs, outputs) for device, inputs, outputs in calls}
             with _forgetting(bindings.values()):
                 # Operation by operation on all devices, since devices may read what others have computed.
                 for index in range(len(self.work.operations)):
@@ -84,10 +112,13 @@ class Binder:
                         binding.step(index, bindings)
                 keep = [binding.owners() for binding in bindings.values()]
                 for binding in bindings.values():
-                    binding.add(self.plan, keep)
+                    binding.add(self.plan, keep, self.timed)
 
     def prepare(self, device: int, inputs: Sequence[int]) -> None:
-        """Adds a program ahead of the first call, which brings other rows, and so probably at other addresses."""
+        """Adds a program ahead of the first call, which brings other rows, and so probably at other addresses.
+
+        Where its outputs will be nobody knows yet, so they are copied there.
+        """
         self._moving = list(self.work.moving)
         self.bind([(device, inputs, [])])
 
@@ -102,26 +133,52 @@ class Binder:
                     if isinstance(operation, Partition):
                         self._executable(operation, device)
             if self.platform == "cuda":
-                binding = self._binding(self.devices[0], None)
+                binding = self._binding(self.devices[0], None, [])
                 with _forgetting([binding]):
                     for index in range(len(self.work.operations)):
                         binding.step(index, {})
 
-    def _binding(self, device: int, inputs: Sequence[int] | None) -> Binding:
+    def times(self) -> dict[int, list[Ran]]:
+        """When the commands of the last run ran, by device, once it is over; only of a plan that is ``timed``."""
+        module, streams = extension.module, self.work.streams
+        found = {}
+        for device, _ in module.plan_stats(self.plan)["programs"]:
+            found[device] = [
+                Ran(
+                    command["operator"],
+                    command["kind"],
+                    streams[command["stream"]],
+                    command["kind"] == "copy" and command["device"] != 0,
+                    command["bytes"],
+                    command["begin_us"],
+                    command["end_us"],
+                )
+                for command in module.run_times(self.plan, device)
+            ]
+        return found
+
+    def _binding(self, device: int, inputs: Sequence[int] | None, outputs: Sequence[int]) -> Binding:
         made = host.HostBinding if self.platform == "cpu" else cuda.CudaBinding
         team = None if inputs is None else self._team
-        return made(self.work, device, inputs, self._moving, team, self._serial, executables=self._executable)
+        known = outputs or [None] * len(self.work.outputs)
+        fixed = [None if moving else address for address, moving in zip(known, self._moving_outputs, strict=True)]
+        serial, executables = self._serial, self._executable
+        return made(self.work, device, inputs, fixed, self._moving, team, serial, executables=executables)
 
-    def _note(self, device: int, inputs: Sequence[int]) -> bool:
-        """Keeps the addresses of a call; says whether an input turns out to move."""
+    def _note(self, call: Call) -> bool:
+        """Keeps the addresses of a call; says whether an input or output turns out to move."""
+        device, inputs, outputs = call
         seen = self._seen.setdefault(device, [])
-        before = list(self._moving)
-        for i, address in enumerate(inputs):
+        before = [*self._moving, *self._moving_outputs]
+        seen.append((device, tuple(inputs), tuple(outputs)))
+        for i in range(len(inputs)):
             # For weights twice elsewhere is a habit, once may be a new set of them.
-            if len({old[i] for old in seen} | {address}) > (1 if self.work.moving[i] else 2):
+            if len({old[i] for _, old, _ in seen}) > (1 if self.work.moving[i] else 2):
                 self._moving[i] = True
-        seen.append(tuple(inputs))
-        return self._moving != before
+        for i in {output for output, _ in self.work.placed.values()} - set(self.work.donors):
+            if len({old[i] for _, _, old in seen if old}) > 2:
+                self._moving_outputs[i] = True
+        return [*self._moving, *self._moving_outputs] != before
 
     def _meet(self, calls: Sequence[Call]) -> Team:
         """Who is who in the mesh, as the last input of each device's call says; and the memory they share."""

@@ -58,6 +58,7 @@ class Binding(abc.ABC):
       work: the plan's.
       device: the device's ordinal.
       inputs: addresses of the custom call's inputs; ``None`` for a rehearsal on memory of no meaning.
+      outputs: addresses of its outputs; ``None`` for one whose address changes, which is copied to where it is.
       moving: whether each input is copied into memory of the program's own, or read at its address.
       team: the devices that run the plan together, if there are several.
       serial: whether all operations run one after the other, on one stream.
@@ -73,6 +74,7 @@ class Binding(abc.ABC):
         work: Work,
         device: int,
         inputs: Sequence[int] | None,
+        outputs: Sequence[int | None],
         moving: Sequence[bool],
         team: Team | None,
         serial: bool,
@@ -85,8 +87,13 @@ class Binding(abc.ABC):
         self.moving = list(moving)
         if inputs is None:  # a rehearsal: nothing runs, so that one piece of memory can stand for all inputs
             self.moving = [False] * len(self.moving)
-            inputs = [self.allocate(max(work.inputs, default=0))] * len(self.moving)
+            anywhere = self.allocate(max([*work.inputs, *(size for size, _ in work.outputs)], default=0))
+            inputs, outputs = [anywhere] * len(work.inputs), [anywhere] * len(work.outputs)
         self._bases = list(inputs)
+        written = {output for output, _ in work.placed.values()}
+        self._outputs = [address if i in written else None for i, address in enumerate(outputs)]
+        for i, donor in work.donors.items():
+            self._outputs[i] = self._bases[donor] if i in written and not self.moving[donor] else None
         self._address: dict[int, int] = {}
         used = set[int]().union(*map(work.bases, work.operations))
         used |= {work.base(value)[0] for _, parts in work.outputs for value, _ in parts}
@@ -137,12 +144,13 @@ class Binding(abc.ABC):
         """Memory with a constant in it."""
 
     @abc.abstractmethod
-    def add(self, plan: int, keep: Sequence[Any]) -> None:
+    def add(self, plan: int, keep: Sequence[Any], timed: bool) -> None:
         """Hands the program to the executor when all operations are prepared.
 
         Args:
           plan: the executor's number of the plan.
           keep: what must live as long as the program: memory of all devices, which read each other's.
+          timed: whether the executor is to take the time of every command.
         """
 
     def owners(self) -> list[Any]:
@@ -156,6 +164,20 @@ class Binding(abc.ABC):
         """The address of a value."""
         base, offset = self.work.base(index)
         return self._address[base] + offset
+
+    def places(self, partition: Partition) -> dict[int, int]:
+        """The addresses that a partition's placed values are to have: in outputs, or in memory to copy them from."""
+        found = {}
+        for value, over in zip(partition.placed, partition.over, strict=True):
+            output, offset = self.work.placed[value]
+            address = self._outputs[output]
+            if over is not None:  # of an input that its output takes the memory of, or that was copied from there
+                found[value] = self.at(over)
+            elif address is not None:
+                found[value] = address + offset
+            else:
+                found[value] = self.allocate(self.work.values[value].size)
+        return found
 
     def assign(self, index: int, address: int) -> None:
         """Says where a computed value lies."""
@@ -172,7 +194,7 @@ class Binding(abc.ABC):
           partitions: for each partition, the number of its capture, or its index.
         """
         work = self.work
-        names = list(dict.fromkeys(operation.where.stream for operation in work.operations)) or ["compute"]
+        names = work.streams
         if self._serial:
             index_of = dict.fromkeys(names, 0)
         else:
@@ -190,7 +212,7 @@ class Binding(abc.ABC):
         first = next((op for op in work.operations if isinstance(op, Exchange)), None)
         if first is not None:
             stream = index_of[first.where.stream]
-            commands += self._start(first, stream)
+            commands += self._start(stream)
             commands.append(wire.Command(wire.RECORD, stream, first.name, all_started))
             started.add(stream)
         count = 0
@@ -213,12 +235,15 @@ class Binding(abc.ABC):
                 commands.append(wire.Command(wire.RECORD, stream, operation.name, waited[i]))
         for i, (_, parts) in enumerate(work.outputs):
             for value, offset in parts:
+                if work.placed.get(value) == (i, offset) and self._outputs[i] is not None:
+                    continue  # it was computed there
                 target = wire.Range(wire.OUTPUT, i, offset, work.values[value].size)
                 stream = written_on.get(work.base(value)[0], 0)
                 commands.append(wire.Command(wire.COPY, stream, f"output {i}", 0, (self._range(value),), (target,)))
         pinned = {i for i in self._entered if not self.moving[i]}
+        pinned |= {donor for i, donor in work.donors.items() if self._outputs[i] is not None}  # read or not
         inputs = [wire.Input(size, self._bases[i] if i in pinned else None) for i, size in enumerate(work.inputs)]
-        outputs = [size for size, _ in work.outputs]
+        outputs = [wire.Output(size, self._outputs[i], work.donors.get(i)) for i, (size, _) in enumerate(work.outputs)]
         version, devices = extension.module.PROGRAM_VERSION, work.participants
         return wire.encode(version, work.name, streams, partitions, inputs, outputs, commands, devices)
 
@@ -302,7 +327,7 @@ class Binding(abc.ABC):
         writes = (self._flag(self.device, number), *arrived)
         return wire.Command(wire.AWAIT, stream, name, self.devices().index(device), (), writes)
 
-    def _start(self, exchange: Exchange, stream: int) -> list[wire.Command]:
+    def _start(self, stream: int) -> list[wire.Command]:
         """Tells the others that the earlier run is over here, so that they may write; and waits for them.
 
         Values that the others read in place until the end of a run may be written again from here on.
@@ -311,10 +336,10 @@ class Binding(abc.ABC):
         first = self.team.layout.start
         rank = self.team.devices.index(self.device)
         others = [(i, device) for i, device in enumerate(self.team.devices) if device != self.device]
-        signals = [self._signal(stream, exchange.name, device, first + rank) for _, device in others]
+        signals = [self._signal(stream, "start", device, first + rank) for _, device in others]
         released = self._released_by(len(self.work.operations))
         awaits = [
-            self._await(stream, exchange.name, device, first + i, released if device == others[-1][1] else ())
+            self._await(stream, "start", device, first + i, released if device == others[-1][1] else ())
             for i, device in others
         ]
         return [*signals, *awaits]

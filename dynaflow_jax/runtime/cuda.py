@@ -50,7 +50,7 @@ class CudaBinding(Binding):
 
     def make(self, partition: Partition) -> None:
         """See ``Binding``."""
-        self._alive.update(zip(partition.writes, self._captured(partition), strict=True))
+        self._alive.update(self._captured(partition))
 
     def owners(self) -> list[Any]:
         """See ``Binding``."""
@@ -60,10 +60,12 @@ class CudaBinding(Binding):
         """See ``Binding``."""
         self._alive.pop(value, None)
 
-    def add(self, plan: int, keep: Sequence[Any]) -> None:
+    def add(self, plan: int, keep: Sequence[Any], timed: bool) -> None:
         """See ``Binding``."""
         blob = self.encode(self._numbers)
-        extension.module.add_cuda_program(plan, self.devices(), blob, order_overlaps=True, keep_alive=[keep, self.team])
+        extension.module.add_cuda_program(
+            plan, self.devices(), blob, order_overlaps=True, timed=timed, keep_alive=[keep, self.team]
+        )
 
     def forget(self) -> None:
         """Lets go of the captures, which a program that was added has its share of."""
@@ -71,27 +73,31 @@ class CudaBinding(Binding):
             with contextlib.suppress(extension.module.DispatchError):  # the last one may have failed to begin
                 extension.module.free_capture(number)
 
-    def _captured(self, partition: Partition) -> list[Any]:
-        """Captures one partition; returns its results, which own their memory."""
+    def _captured(self, partition: Partition) -> dict[int, Any]:
+        """Captures one partition; returns its results, which own their memory unless that was given."""
         client = private.client("cuda", self.device, partition.where.stream)
         executable = self._executables(partition, self.device)
         number = next(_numbers)
         self._numbers.append(number)
-        with naming(partition.name, "captured"):
-            inputs = [self.view(client, self.work.values[i], self.at(i)) for i in partition.reads]
+        with naming(partition.name, "captured"), jax.profiler.TraceAnnotation(partition.name):
+            places = self.places(partition)
+            further = [i for i, over in zip(partition.placed, partition.over, strict=True) if over is None]
+            operands = [*((i, self.at(i)) for i in partition.reads), *((i, places[i]) for i in further)]
+            inputs = [self.view(client, self.work.values[i], address) for i, address in operands]
             extension.module.expect_capture(number)
             results = client.run(executable, inputs)[: len(partition.writes)]
             for result in results:
                 result.block_until_ready()
             outputs = extension.module.capture_info(number)["outputs"]
         self.keep.append(executable)  # its kernels and constants are the graph's
-        for i, result, address in zip(partition.writes, results, outputs, strict=True):
-            if result.unsafe_buffer_pointer() != address:
+        order = [*partition.placed, *(i for i in partition.writes if i not in places)]
+        for i, result, address in zip(order, results, outputs, strict=True):
+            if result.unsafe_buffer_pointer() != address or places.get(i, address) != address:
                 raise DynaFlowError(
                     f"{partition.name} could not be captured: XLA copies its result {self.work.values[i]}."
                 )
             self.assign(i, address)
-        return results
+        return dict(zip(order, results, strict=True))
 
 
 def allocate(device: int, size: int) -> tuple[int, Any]:

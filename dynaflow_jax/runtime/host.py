@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from dynaflow_jax.runtime import extension, private
@@ -44,8 +45,12 @@ class HostBinding(Binding):
 
     def make(self, partition: Partition) -> None:
         """See ``Binding``."""
+        places = self.places(partition)
         for i in partition.writes:
             size = self.work.values[i].size
+            if i in places:
+                self.assign(i, places[i])
+                continue
             # What still runs on another stream may read it: the executor orders the two by their addresses.
             self.assign(i, self._free[size].pop() if self._free.get(size) else self.allocate(size))
         self._functions.append(self._function(self._client, partition))
@@ -55,11 +60,11 @@ class HostBinding(Binding):
         if _is_computed(self.work.values[value]):
             self._free.setdefault(self.work.values[value].size, []).append(self.at(value))
 
-    def add(self, plan: int, keep: Sequence[Any]) -> None:
+    def add(self, plan: int, keep: Sequence[Any], timed: bool) -> None:
         """See ``Binding``."""
         blob = self.encode(range(len(self._functions)))
         extension.module.add_host_program(
-            plan, self.device, blob, self._functions, order_overlaps=True, keep_alive=[keep, self.team]
+            plan, self.device, blob, self._functions, order_overlaps=True, timed=timed, keep_alive=[keep, self.team]
         )
 
     def _function(self, client: private.Client, partition: Partition) -> Callable[[], None]:
@@ -70,9 +75,10 @@ class HostBinding(Binding):
         targets = [_array(values[i].shape, values[i].dtype, self.at(i)) for i in partition.writes]
 
         def run() -> None:
-            results = client.run(executable, [self.view(client, value, address) for value, address in reads])
-            for target, result in zip(targets, results, strict=True):
-                np.copyto(target, np.asarray(result))
+            with jax.profiler.TraceAnnotation(partition.name):
+                results = client.run(executable, [self.view(client, value, address) for value, address in reads])
+                for target, result in zip(targets, results, strict=True):
+                    np.copyto(target, np.asarray(result))
 
         return run
 

@@ -77,13 +77,26 @@ class Input:
         return struct.pack("<BQQ", self.address is not None, self.address or 0, self.size)
 
 
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """An output of the custom call; a pinned one is written in place, at its address; ``donor`` is an input."""
+
+    size: int
+    address: int | None = None
+    donor: int | None = None
+
+    def encode(self) -> bytes:
+        """The output's bytes."""
+        return struct.pack("<iQQ", -1 if self.donor is None else self.donor, self.size, self.address or 0)
+
+
 def encode(
     version: int,
     name: str,
     streams: Sequence[Stream],
     partitions: Sequence[int],
     inputs: Sequence[Input],
-    outputs: Sequence[int],
+    outputs: Sequence[Output],
     commands: Sequence[Command],
     devices: int = 1,
 ) -> bytes:
@@ -95,7 +108,7 @@ def encode(
       streams: its streams.
       partitions: ids of the captures that it launches.
       inputs: of the custom call.
-      outputs: sizes of the custom call's results.
+      outputs: of the custom call.
       commands: in an order that respects every dependency; orders between streams may be missing.
       devices: how many devices it knows of: the one it runs on, and those it writes to.
     """
@@ -109,7 +122,7 @@ def encode(
             _list(stream.encode() for stream in streams),
             _list(struct.pack("<q", partition) for partition in partitions),
             _list(given.encode() for given in inputs),
-            _list(struct.pack("<iQ", -1, size) for size in outputs),
+            _list(result.encode() for result in outputs),
             _list(command.encode() for command in commands),
         )
     )

@@ -68,6 +68,10 @@ class Partition:
       after: indices of operations that must be over before it starts, beyond those whose values it reads.
       module: its StableHLO, as bytes.
       key: what equal modules have in common: one is compiled for all of them.
+      placed: which of ``writes`` are written where the binding says. On CUDA they are the module's first results, and
+        the others follow in the order of ``writes``.
+      over: for each of ``placed`` the value among ``reads`` in whose memory it is to lie, or ``None``: on CUDA the
+        memory is then a further operand.
       enclosed: gives the module for where XLA copies results after the first one's capture: it has copies inside.
     """
 
@@ -78,6 +82,8 @@ class Partition:
     after: tuple[int, ...]
     module: bytes
     key: str
+    placed: tuple[int, ...] = ()
+    over: tuple[int | None, ...] = ()
     enclosed: Callable[[], bytes] | None = None
 
 
@@ -161,6 +167,9 @@ class Work:
       outputs: for each output its size, and which values it is put together of, each at an offset in bytes.
       mesh: the sizes of the mesh axes, outermost first, if devices communicate; the last input is the device's
         position among all of them.
+      placed: from values that are computed and given as they are to the output that each is a part of, and the offset:
+        they can be written there at once.
+      donors: from outputs to the inputs whose memory they take.
     """
 
     name: str
@@ -170,11 +179,18 @@ class Work:
     moving: tuple[bool, ...]
     outputs: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    placed: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    donors: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def participants(self) -> int:
         """How many devices run the plan together."""
         return int(np.prod(list(self.mesh.values()), dtype=int))
+
+    @property
+    def streams(self) -> list[str]:
+        """The streams that operations run on, in order of first use; at least one."""
+        return list(dict.fromkeys(operation.where.stream for operation in self.operations)) or ["compute"]
 
     def group_size(self, axes: tuple[str, ...]) -> int:
         """How many devices a group along some mesh axes has."""

@@ -94,8 +94,10 @@ def contend(
       calls: how many calls in a turn.
     """
     differences = {}
+    wanted = {name: theirs[name](*arguments) for name in set(reference.values())}
     for name, fun in ours.items():
-        differences[name] = _difference(fun(*arguments), theirs[reference[name]](*arguments))
+        differences[name] = _difference(fun(*arguments), wanted[reference[name]])
+    wanted.clear()
     funs = {**ours, **theirs, "limit": limit}
     times = medians(funs, dict.fromkeys(funs, arguments), rounds, calls)
     best, own = min(theirs, key=times.__getitem__), min(ours, key=times.__getitem__)

@@ -37,6 +37,24 @@ def same(w: jax.Array) -> jax.Array:
     return w
 
 
+class Trained:
+    """A training step with weights of its own, which every call replaces in their memory.
+
+    Args:
+      step: from weights and rows to a loss and new weights; the old ones are donated.
+      ws: the weights to start from, which are copied.
+    """
+
+    def __init__(self, step: Callable[[Weights, jax.Array], tuple[jax.Array, Weights]], ws: Weights):
+        self._step = step
+        self._ws = jax.tree.map(jnp.copy, ws)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, Weights]:
+        """The loss, and the weights, until the next call."""
+        loss, self._ws = self._step(self._ws, x)
+        return loss, self._ws
+
+
 def step(
     ws: Weights,
     x: jax.Array,

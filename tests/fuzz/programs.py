@@ -21,6 +21,7 @@ from dynaflow_jax.runtime.program import (
     WAIT,
     Command,
     Input,
+    Output,
     Range,
     Stream,
     encode,
@@ -37,7 +38,7 @@ _CASES = (
     (
         (Stream(), Stream(3, 16)),
         (Input(256), Input(256, 0x50000)),
-        (256,),
+        (Output(256), Output(256, 0x60000)),
         (
             Command(COPY, 0, "input", 0, (Range(INPUT, 0, 0, 256),), (_A,)),
             Command(RECORD, 0, "input", 0),
@@ -54,7 +55,7 @@ _CASES = (
     (
         tuple(Stream(priority) for priority in range(8)),
         (Input(256),),
-        (256,),
+        (Output(256),),
         tuple(Command(LAUNCH, i % 8, f"step {i}", i % 3, (_A,), ((_B, _C, _A)[i % 3],)) for i in range(24)),
     ),
     (

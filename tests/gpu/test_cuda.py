@@ -12,6 +12,7 @@ import pytest
 
 import dynaflow_jax as df
 from dynaflow_jax.errors import DispatchWarning
+from dynaflow_jax.lowering import tasks
 from dynaflow_jax.runtime import cuda, extension, private
 
 
@@ -202,6 +203,53 @@ def test_outputs_that_xla_would_copy():
     for scale in (1.0, 2.0):
         got, want = run(w, x * scale), jax.jit(fun)(w, x * scale)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-3), got, want)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_outputs_are_written_in_place(micro_batches, monkeypatch):
+    """Whatever kernel writes them, the results of earlier calls stay as they are."""
+    monkeypatch.setattr(tasks, "IN_PLACE_OUTPUT_BYTES", 1)
+
+    def fun(ws, x):
+        y = model(ws, x)
+        with df.mark("more"):
+            return y, y.astype(jnp.float32).sum(-1), jnp.sin(y), y @ ws[0]["qkv"], jnp.flip(y, -1), x
+
+    ws = weights()
+    apart = dispatched(fun, scheduler=Streams(micro_batches, 2))
+    with monkeypatch.context() as copying:
+        copying.setattr(tasks, "IN_PLACE_OUTPUT_BYTES", 1 << 40)
+        want = dispatched(fun, scheduler=Streams(micro_batches, 2))
+        expected = [want(ws, rows(seed=seed)) for seed in range(6)]
+    kept = [apart(ws, rows(seed=seed)) for seed in range(6)]
+    for got, other in zip(kept, expected, strict=True):
+        same(got, other)
+    for seed in range(6):
+        same(apart(ws, rows(seed=seed)), expected[seed])
+
+
+@pytest.mark.parametrize("copied_below", [1, 1 << 40], ids=["in_place", "copied"])
+def test_new_weights_take_the_memory_of_the_old(copied_below, monkeypatch):
+    monkeypatch.setattr(tasks, "IN_PLACE_OUTPUT_BYTES", copied_below)
+
+    def step(ws, x):
+        def loss(ws):
+            return jnp.mean(model(ws, x).astype(jnp.float32) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(ws)
+        with df.mark("update"):
+            return value, jax.tree.map(lambda w, g: w - 0.1 * g, ws, gradients)
+
+    flow = df.dynaflow(step, scheduler=Streams(1, 1), backend="dispatch", donate_argnums=0)
+    ours, theirs = jax.jit(flow, donate_argnums=0), jax.jit(step)
+    with jax.default_matmul_precision("highest"):
+        ws, want = weights(layers=2, dtype=jnp.float32), weights(layers=2, dtype=jnp.float32)
+        for seed in range(4):
+            x = rows(seed=seed, dtype=jnp.float32)
+            before = [w.unsafe_buffer_pointer() for w in jax.tree.leaves(ws)]
+            (value, ws), (expected, want) = ours(ws, x), theirs(want, x)
+            close((value, ws), (expected, want), 1e-4)
+            assert [w.unsafe_buffer_pointer() for w in jax.tree.leaves(ws)] == before
 
 
 def test_data_dependent_loop_is_lowered_to_xla():

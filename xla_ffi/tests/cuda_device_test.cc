@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <tuple>
 
 #include "xla_ffi/executor.h"
@@ -465,6 +466,108 @@ TEST_F(CudaDeviceTest, SynchronizesAStreamOfAnyDevice) {
   EXPECT_THAT(fake_.TakeLog(), ElementsAre("StreamSynchronize xla"));
   fake_.FailOn("StreamSynchronize");
   EXPECT_THAT(cuda::Synchronize(driver_, xla_).message(), HasSubstr("StreamSynchronize failed"));
+}
+
+// Each command with its begin and end, in microseconds.
+std::vector<std::string> Shown(const Executor& executor, const Result<std::vector<CommandTime>>& times) {
+  if (!times.ok()) return {times.status().message()};
+  std::vector<std::string> lines;
+  for (const CommandTime& t : times.value()) {
+    const std::string& name = executor.program().commands[t.command].name;
+    lines.push_back(StrCat(name, " ", std::lround(t.begin_us), "-", std::lround(t.end_us)));
+  }
+  return lines;
+}
+
+TEST_F(CudaDeviceTest, TakesTimesInOneGraph) {
+  ASSERT_TRUE(Make(TwoStreams(), {.timed = true}).ok());
+  for (int i = 0; i < 2; ++i) {
+    ASSERT_TRUE(Run().ok());
+    EXPECT_THAT(Shown(*executor_, executor_->Times()),
+                ElementsAre("input 0-1", "attention 1-2", "ffn 2-3", "output 3-4"));
+  }
+  EXPECT_EQ(executor_->Mode(), "one graph");
+  const auto& n = fake_.NodesOf(fake_.launched());
+  std::vector<int> types;
+  for (cuda::GraphNode node : n) types.push_back(fake_.Node(node).type);
+  using namespace cuda;
+  EXPECT_THAT(types, ElementsAre(kNodeEventRecord, kNodeMemcpy, kNodeEventRecord, kNodeGraph,
+                                 kNodeEventRecord, kNodeEventRecord, kNodeGraph, kNodeEventRecord,
+                                 kNodeEventRecord, kNodeMemcpy, kNodeEventRecord))
+      << "what follows the command before it on its stream, and nothing else, begins when that ends";
+  EXPECT_THAT(fake_.Node(n[1]).after, ElementsAre(n[0]));
+  EXPECT_THAT(fake_.Node(n[3]).after, ElementsAre(n[2]));
+  EXPECT_THAT(fake_.Node(n[5]).after, ElementsAre(n[0], n[4])) << "ffn waits for attention";
+  EXPECT_THAT(fake_.Node(n[8]).after, ElementsAre(n[4], n[7])) << "output waits for both";
+}
+
+TEST_F(CudaDeviceTest, TakesTimesOnStreams) {
+  for (const CudaOptions& options :
+       {CudaOptions{.one_graph = false, .timed = true}, {.blocking = true, .timed = true}}) {
+    ASSERT_TRUE(Make(TwoStreams(), options).ok());
+    ASSERT_TRUE(Run().ok());
+    (void)fake_.TakeLog();
+    EXPECT_THAT(Shown(*executor_, executor_->Times()),
+                ElementsAre("input 0-1", "attention 1-2", "ffn 2-3", "output 3-4"));
+    EXPECT_THAT(fake_.TakeLog()[0], StartsWith("EventSynchronize")) << "waits for the run";
+  }
+}
+
+TEST_F(CudaDeviceTest, TakesTimesWhenItFallsBackToStreams) {
+  ASSERT_TRUE(Make(TwoStreams(), {.timed = true}).ok());
+  fake_.FailOn("AddChildNode");
+  ASSERT_TRUE(Run().ok());
+  EXPECT_THAT(Shown(*executor_, executor_->Times()),
+              ElementsAre("input 0-1", "attention 1-2", "ffn 2-3", "output 3-4"));
+}
+
+TEST_F(CudaDeviceTest, FlagsOfOneNodeHaveOneTime) {
+  ProgramBuilder b(1);
+  b.Devices(2).Launch(0, "a").Signal(0, "x", Flag(0x7000), 1).Await(0, "y", Flag(0x6000), 1).Launch(0, "b");
+  b.Copy(0, "empty", Memory(0x9000, 0), Memory(0x8000, 0));
+  ASSERT_TRUE(Make(b, {.timed = true}, {0, 1}).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_THAT(Shown(*executor_, executor_->Times()), ElementsAre("a 0-1", "x 1-2", "y 1-2", "b 2-3"));
+  EXPECT_EQ(fake_.NodesOf(fake_.launched()).size(), 7u);
+  ASSERT_TRUE(Make(b, {.one_graph = false, .timed = true}, {0, 1}).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_THAT(Shown(*executor_, executor_->Times()), ElementsAre("a 0-1", "x 1-2", "y 2-4", "b 4-5"));
+}
+
+TEST_F(CudaDeviceTest, SaysWhyThereAreNoTimes) {
+  ASSERT_TRUE(Make(TwoStreams()).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_EQ(executor_->Times().status().message(), "program 'test' was not added with timed=True");
+  ASSERT_TRUE(Make(TwoStreams(), {.timed = true}).ok());
+  EXPECT_EQ(executor_->Times().status().message(), "program 'test' has not run yet");
+  fake_.FailOn("GraphLaunch");
+  EXPECT_FALSE(Run().ok());
+  EXPECT_EQ(executor_->Times().status().message(), "program 'test': the last run failed");
+  fake_.Heal();
+  ASSERT_TRUE(Run().ok());
+  for (const char* call : {"EventSynchronize", "EventElapsedTime"}) {
+    fake_.FailOn(call);
+    EXPECT_THAT(executor_->Times().status().message(),
+                AllOf(StartsWith("program 'test': "), HasSubstr(StrCat(call, " failed"))));
+    fake_.Heal();
+  }
+  EXPECT_TRUE(executor_->Times().ok());
+}
+
+TEST_F(CudaDeviceTest, EveryFailureOfTakingTimesSurfaces) {
+  fake_.FailOn("EventCreate", cuda::FakeDriver::kBroken, /*skip=*/4);
+  EXPECT_THAT(Make(TwoStreams(), {.timed = true}).message(), HasSubstr("EventCreate failed"));
+  fake_.Heal();
+  for (int skip = 0; skip < 10; ++skip) {
+    ASSERT_TRUE(Make(TwoStreams(), {.one_graph = false, .timed = true}).ok());
+    fake_.FailOn("EventRecord", cuda::FakeDriver::kBroken, skip);
+    EXPECT_THAT(Run().message(), HasSubstr("EventRecord failed")) << skip;
+    fake_.Heal();
+  }
+  ASSERT_TRUE(Make(TwoStreams(), {.timed = true}).ok());
+  fake_.FailOn("AddEventRecordNode", cuda::FakeDriver::kBroken, /*skip=*/2);
+  ASSERT_TRUE(Run().ok());
+  EXPECT_THAT(executor_->Mode(), HasSubstr("operator 'attention' (command 1): AddEventRecordNode failed"));
 }
 
 TEST_F(CudaDeviceTest, SkipsEmptyCopies) {

@@ -63,6 +63,17 @@ struct FakeCalls {
     fake->graphs_[graph].push_back(handle);
     return handle;
   }
+  // Its nodes one after the other.
+  static void Execute(Graph graph) {
+    for (GraphNode handle : fake->graphs_[graph]) {
+      const FakeNode& node = fake->nodes_[handle];
+      if (node.type == kNodeEventRecord) {
+        fake->recorded_[node.event] = fake->now_us_;
+      } else {
+        ++fake->now_us_;
+      }
+    }
+  }
   // A node of what a stream captures follows the one before it.
   static void AddCaptured(Stream stream, FakeNode node) {
     const auto it = fake->capturing_.find(stream);
@@ -115,14 +126,26 @@ struct FakeCalls {
 
     d.EventCreate = [](Event* event, unsigned) { return Create("EventCreate", "e", event); };
     d.EventDestroy = [](Event event) { return Release(event, "EventDestroy"); };
-    d.EventRecord = [](Event e, Stream s) { return fake->Call("EventRecord", e, s); };
+    d.EventRecord = [](Event e, Stream s) {
+      fake->recorded_[e] = fake->now_us_;
+      return fake->Call("EventRecord", e, s);
+    };
+    d.EventElapsedTime = [](float* ms, Event start, Event end) {
+      constexpr int kInvalidHandle = 400;  // never recorded
+      if (int error = fake->Call("EventElapsedTime", start, end)) return error;
+      if (!fake->recorded_.contains(start) || !fake->recorded_.contains(end)) return kInvalidHandle;
+      *ms = static_cast<float>((fake->recorded_[end] - fake->recorded_[start]) / 1e3);
+      return kSuccess;
+    };
     d.EventQuery = [](Event e) { return fake->Call("EventQuery", e); };
     d.EventSynchronize = [](Event e) { return fake->Call("EventSynchronize", e); };
 
     d.StreamWriteValue = [](Stream s, DevicePtr address, uint32_t value, unsigned) {
+      ++fake->now_us_;
       return fake->Call("StreamWriteValue", s, address, value);
     };
     d.StreamWaitValue = [](Stream s, DevicePtr address, uint32_t value, unsigned) {
+      ++fake->now_us_;
       return fake->Call("StreamWaitValue", s, address, value);
     };
     d.AddMemOpNode = [](GraphNode* node, Graph graph, const GraphNode* after, size_t count,
@@ -135,6 +158,7 @@ struct FakeCalls {
     };
 
     d.MemcpyAsync = [](DevicePtr dst, DevicePtr src, size_t bytes, Stream s) {
+      ++fake->now_us_;
       return fake->Call("MemcpyAsync", dst, src, bytes, s);
     };
     d.MemcpyPeerAsync = [](DevicePtr dst, Context to, DevicePtr src, Context from, size_t bytes, Stream s) {
@@ -241,6 +265,12 @@ struct FakeCalls {
       *node = AddNode(graph, {.type = kNodeMemcpy, .after = {after, after + count}, .copy = *copy});
       return kSuccess;
     };
+    d.AddEventRecordNode = [](GraphNode* node, Graph graph, const GraphNode* after, size_t count,
+                              Event event) {
+      if (int error = fake->Call("AddEventRecordNode", event)) return error;
+      *node = AddNode(graph, {.type = kNodeEventRecord, .after = {after, after + count}, .event = event});
+      return kSuccess;
+    };
     d.GraphInstantiate = [](GraphExec* exec, Graph graph, unsigned long long) {
       if (int error = fake->Call("GraphInstantiate", graph)) return error;
       ++fake->live_;
@@ -254,6 +284,7 @@ struct FakeCalls {
     };
     d.GraphLaunch = [](GraphExec exec, Stream stream) {
       fake->launched_ = exec;
+      Execute(fake->execs_.at(exec));
       return fake->Call("GraphLaunch", exec, stream);
     };
 

@@ -17,6 +17,7 @@ struct FakeNode {
   Memcpy3D copy{};
   MemsetNodeParams memset{};
   std::vector<MemOp> ops;
+  Event event = nullptr;
   unsigned grid = 1;
   unsigned cluster = 0;
   int priority = 0;
@@ -79,6 +80,8 @@ class FakeDriver {
   std::map<GraphNode, FakeNode> nodes_;
   std::map<GraphExec, Graph> execs_;
   std::map<Stream, Graph> capturing_;
+  std::map<Event, double> recorded_;  // when, in microseconds
+  double now_us_ = 0;                 // every piece of work takes one
   GraphExec launched_ = nullptr;
   uintptr_t next_handle_ = 1;
   int live_ = 0;

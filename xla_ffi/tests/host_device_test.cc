@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -22,8 +23,8 @@ using ::testing::HasSubstr;
 
 Status Nothing() { return {}; }
 
-std::shared_ptr<Executor> OnHost(Program program, std::vector<HostPartition> partitions) {
-  auto device = HostDevice::Create(program, std::move(partitions));
+std::shared_ptr<Executor> OnHost(Program program, std::vector<HostPartition> partitions, bool timed = false) {
+  auto device = HostDevice::Create(program, std::move(partitions), timed);
   EXPECT_TRUE(device.ok()) << device.status().message();
   return std::make_shared<Executor>(std::move(program), std::move(*device));
 }
@@ -231,6 +232,58 @@ TEST(HostDevice, AnAwaitEndsWithTheRunOrTheTime) {
             "operator 'receive' (command 0): device 2 of the program did not answer within 0.05 s");
 }
 
+TEST(HostDevice, TakesTimes) {
+  const auto sleeps = [] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    return Status();
+  };
+  // a and b at once; c after a, and after b.
+  const auto program =
+      OnHost(ProgramBuilder(2).Launch(0, "a").Launch(1, "b").Record(1, 0).Wait(0, 0).Launch(0, "c"),
+             {sleeps, sleeps, sleeps}, /*timed=*/true);
+  for (int i = 0; i < 2; ++i) {
+    ASSERT_TRUE(program->Run({}).ok());
+    const auto times = program->Times();
+    ASSERT_TRUE(times.ok()) << times.status().message();
+    ASSERT_EQ(times.value().size(), 3u) << "events are about order only";
+    const auto &a = times.value()[0], &b = times.value()[1], &c = times.value()[2];
+    EXPECT_EQ(c.command, 4u);
+    for (const CommandTime& t : times.value()) {
+      EXPECT_GE(t.begin_us, 0);
+      EXPECT_GE(t.end_us - t.begin_us, 20'000);
+    }
+    EXPECT_GE(c.begin_us, std::max(a.end_us, b.end_us));
+  }
+}
+
+TEST(HostDevice, CommandsThatRunAtOnceHaveTimesThatOverlap) {
+  std::latch both(2);
+  const auto meet = [&] {
+    both.arrive_and_wait();
+    return Status();
+  };
+  const auto program = OnHost(ProgramBuilder(2).Launch(0, "a").Launch(1, "b"), {meet, meet}, /*timed=*/true);
+  ASSERT_TRUE(program->Run({}).ok());
+  const auto times = program->Times();
+  ASSERT_TRUE(times.ok());
+  EXPECT_LT(times.value()[0].begin_us, times.value()[1].end_us);
+  EXPECT_LT(times.value()[1].begin_us, times.value()[0].end_us);
+}
+
+TEST(HostDevice, SaysWhyThereAreNoTimes) {
+  bool fail = true;
+  const HostPartition moody = [&] { return fail ? Internal("not now") : Status(); };
+  const Program p = ProgramBuilder(1).Launch(0, "moody");
+  EXPECT_EQ(OnHost(p, {moody})->Times().status().message(), "program 'test' was not added with timed=True");
+  const auto program = OnHost(p, {moody}, /*timed=*/true);
+  EXPECT_EQ(program->Times().status().message(), "program 'test' has not run yet");
+  EXPECT_FALSE(program->Run({}).ok());
+  EXPECT_EQ(program->Times().status().message(), "program 'test': the last run failed");
+  fail = false;
+  EXPECT_TRUE(program->Run({}).ok());
+  EXPECT_TRUE(program->Times().ok());
+}
+
 TEST(Executor, ChecksTheCall) {
   int pinned = 0, other = 0;
   const auto program = OnHost(
@@ -248,6 +301,19 @@ TEST(Executor, ChecksTheCall) {
               HasSubstr("does not lie in its donor"));
   EXPECT_THAT(program->Run({.outputs = out}).message(), HasSubstr("takes 2 inputs, not 0"));
   EXPECT_THAT(program->Run({.inputs = good}).message(), HasSubstr("gives 1 outputs, not 0"));
+  EXPECT_FALSE(program->Matches({.inputs = good}));
+}
+
+TEST(Executor, ChecksWhereOutputsAre) {
+  int pinned = 0, other = 0;
+  const auto program =
+      OnHost(ProgramBuilder(1).Output(4).Output(4, /*donor=*/-1, reinterpret_cast<uint64_t>(&pinned)), {});
+  void* good[] = {&other, &pinned};
+  void* moved[] = {&pinned, &other};
+  EXPECT_TRUE(program->Matches({.outputs = good}));
+  EXPECT_FALSE(program->Matches({.outputs = moved}));
+  EXPECT_TRUE(program->Run({.outputs = good}).ok());
+  EXPECT_THAT(program->Run({.outputs = moved}).message(), HasSubstr("pinned output 1 has moved"));
 }
 
 }  // namespace

@@ -54,7 +54,7 @@ def program(*, devices=1, streams=1, events=0, partitions=0, inputs=(), outputs=
             listing([struct.pack("<IiI", 0, 0, 0)] * streams),
             listing([struct.pack("<q", k) for k in range(partitions)]),
             listing([struct.pack("<BQQ", *i) for i in inputs]),
-            listing([struct.pack("<iQ", *o) for o in outputs]),
+            listing([struct.pack("<iQQ", *o) for o in outputs]),
             listing(commands),
         )
     )
@@ -73,7 +73,7 @@ def two_branches(pool, work):
         events=2,
         partitions=3,
         inputs=[(0, 0, size)],
-        outputs=[(-1, size)],
+        outputs=[(-1, size, 0)],
         commands=[
             command(COPY, 0, "input", reads=[span(INPUT, 0, 0, size)], writes=[at[0]]),
             command(RECORD, 0, "input", 0),
@@ -106,6 +106,56 @@ def plan():
 def call(plan):
     shape = jax.ShapeDtypeStruct((256,), jnp.float32)
     return jax.jit(lambda x: jax.ffi.ffi_call("dynaflow_dispatch", shape)(x, plan=np.int64(plan)) + 1)
+
+
+def test_takes_times():
+    pool = np.zeros((4, 256), np.float32)
+    plan = _dispatch.create_plan()
+    both = threading.Barrier(2)  # the branches run at once, or never get through
+
+    def branch(row, value):
+        both.wait(timeout=60)
+        np.copyto(pool[row], value())
+
+    blob, partitions = two_branches(
+        pool,
+        [
+            lambda: branch(1, lambda: pool[0] + 1),
+            lambda: branch(2, lambda: pool[0] * 2),
+            lambda: np.copyto(pool[3], pool[1] + pool[2]),
+        ],
+    )
+    with pytest.raises(_dispatch.DispatchError, match="the plan has no program for device 0"):
+        _dispatch.run_times(plan, 0)
+    _dispatch.add_host_program(plan, 0, blob, partitions, timed=True, keep_alive=pool)
+    with pytest.raises(_dispatch.DispatchError, match="has not run yet"):
+        _dispatch.run_times(plan, 0)
+    x, y = np.arange(256, dtype=np.float32), np.empty(256, np.float32)
+    for _ in range(3):
+        _dispatch.run_host(plan, 0, [address(x)], [address(y)])
+        times = _dispatch.run_times(plan, 0)
+        keys = ("operator", "kind", "stream", "device", "bytes")
+        assert [tuple(t[key] for key in keys) for t in times] == [
+            ("input", "copy", 0, 0, 1024),
+            ("left", "launch", 0, 0, 2048),
+            ("right", "launch", 1, 0, 2048),
+            ("join", "launch", 0, 0, 3072),
+            ("output", "copy", 0, 0, 1024),
+        ]
+        assert all(0 <= t["begin_us"] <= t["end_us"] for t in times)
+        before = {"left": ["input"], "right": ["input"], "join": ["left", "right"], "output": ["join"]}
+        by_name = {t["operator"]: t for t in times}
+        for name, others in before.items():
+            assert all(by_name[other]["end_us"] <= by_name[name]["begin_us"] for other in others)
+        assert by_name["left"]["begin_us"] < by_name["right"]["end_us"]
+        assert by_name["right"]["begin_us"] < by_name["left"]["end_us"]
+    _dispatch.free_plan(plan)
+
+
+def test_times_are_taken_where_that_was_asked_for(plan):
+    call(plan)(jnp.zeros(256)).block_until_ready()
+    with pytest.raises(_dispatch.DispatchError, match="'test' was not added with timed=True"):
+        _dispatch.run_times(plan, 0)
 
 
 def test_runs_inside_jit(plan):
@@ -221,7 +271,7 @@ class Ring:
             events=1,
             partitions=1,
             inputs=[(0, 0, size)],
-            outputs=[(-1, size)],
+            outputs=[(-1, size, 0)],
             commands=[
                 command(COPY, 0, "input", reads=[span(INPUT, 0, 0, size)], writes=[x]),
                 command(RECORD, 0, "input", 0),

@@ -99,6 +99,14 @@ TEST(FindConflicts, KnowsThatADonorIsItsOutput) {
               ElementsAre(Conflict{0, 1, InputBytes(0, 8, 8)}));
 }
 
+TEST(FindConflicts, KnowsThatAPinnedOutputIsItsAddress) {
+  EXPECT_THAT(FindConflicts(ProgramBuilder(1)
+                                .Output(64, /*donor=*/-1, /*address=*/0x1000)
+                                .Launch(0, "writes", {}, {OutputBytes(0, 0x20, 8)})
+                                .Launch(0, "reads", {Memory(0x1020, 4)})),
+              ElementsAre(Conflict{0, 1, Memory(0x1020, 4)}));
+}
+
 TEST(CheckOverlap, NamesBothOperators) {
   const Status status = CheckOverlap(ProgramBuilder(2)
                                          .Launch(0, "attention", {}, {Memory(0x1000, 16)})

@@ -71,8 +71,8 @@ class ProgramBuilder {
     program_.inputs.push_back({InputKind::kPinned, address, bytes});
     return *this;
   }
-  ProgramBuilder& Output(uint64_t bytes, int32_t donor = -1) {
-    program_.outputs.push_back({donor, bytes});
+  ProgramBuilder& Output(uint64_t bytes, int32_t donor = -1, uint64_t address = 0) {
+    program_.outputs.push_back({donor, bytes, address});
     return *this;
   }
 
@@ -96,6 +96,7 @@ inline Program FullProgram() {
                   .MovingInput(32)
                   .Output(64)
                   .Output(32, /*donor=*/2)
+                  .Output(16, /*donor=*/-1, /*address=*/0x2000)
                   .Copy(0, "input", Memory(0x8000, 64), InputBytes(0, 0, 64))
                   .Record(0, 0)
                   .Launch(0, "attention", {Memory(0x8000, 64), Memory(0x1000, 128)}, {Memory(0x9000, 64)})
