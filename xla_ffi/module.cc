@@ -249,12 +249,35 @@ nb::dict CaptureInfo(int64_t id) {
   return info;
 }
 
-// Memory that `owner` owns, in the form that frameworks exchange.
-nb::ndarray<> DlpackCapsule(uint64_t address, const std::vector<size_t>& shape, uint8_t dtype_code,
-                            uint8_t dtype_bits, int device_type, int device_id, nb::handle owner) {
-  const nb::dlpack::dtype dtype{dtype_code, dtype_bits, 1};
-  return nb::ndarray<>(reinterpret_cast<void*>(address), shape.size(), shape.data(), owner,
-                       /*strides=*/nullptr, dtype, device_type, device_id);
+// DLPack's DLManagedTensor, with its shape behind it.
+struct ManagedTensor {
+  nb::dlpack::dltensor tensor;
+  void* context = nullptr;
+  void (*deleter)(ManagedTensor*) = [](ManagedTensor* self) { delete self; };
+  std::vector<int64_t> shape;
+};
+
+// Memory that somebody else owns, in the form that frameworks exchange. XLA lets go of it on threads of its
+// own, at times while the interpreter finishes, when whoever asks for the GIL is ended: so nothing here is
+// Python's.
+nb::object DlpackCapsule(uint64_t address, std::vector<int64_t> shape, uint8_t dtype_code, uint8_t dtype_bits,
+                         int device_type, int device_id) {
+  auto managed = std::make_unique<ManagedTensor>();
+  managed->shape = std::move(shape);
+  managed->tensor = {.data = reinterpret_cast<void*>(address),
+                     .device = {device_type, device_id},
+                     .ndim = static_cast<int32_t>(managed->shape.size()),
+                     .dtype = {dtype_code, dtype_bits, 1},
+                     .shape = managed->shape.data()};
+  PyObject* capsule = PyCapsule_New(managed.get(), "dltensor", [](PyObject* self) {
+    // Whoever takes the tensor renames the capsule, and calls the deleter.
+    if (!PyCapsule_IsValid(self, "dltensor")) return;
+    auto* unused = static_cast<ManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));
+    unused->deleter(unused);
+  });
+  if (!capsule) nb::raise_python_error();
+  managed.release();
+  return nb::steal(capsule);
 }
 
 nb::list Handlers() {
@@ -339,8 +362,8 @@ NB_MODULE(_dispatch, m) {
       "free_capture", [](int64_t id) { Raise(Captures::Global().Free(id)); }, "id"_a,
       "Forgets a capture; ends one that is still open.");
   m.def("dlpack_capsule", &DlpackCapsule, "address"_a, "shape"_a, "dtype_code"_a, "dtype_bits"_a,
-        "device_type"_a, "device_id"_a, "owner"_a.none() = nb::none(),
-        "A DLPack capsule over memory at an address, which keeps the owner alive.");
+        "device_type"_a, "device_id"_a,
+        "A DLPack capsule over memory at an address, which must outlive what is made of it.");
 
   m.def(
       "cuda_unavailable_because", [] { return cuda::Driver::Get().status().message(); },
