@@ -198,6 +198,17 @@ def serving(rows: Sequence[Row]) -> str:
     return table(header, cells)
 
 
+def auto(rows: Sequence[Row]) -> str:
+    """What Auto chose, measured once more against the function as it is."""
+    header = ("model", "chosen", "as chosen", "unscheduled", "times as fast", "spread", "slower beyond noise")
+    cells = []
+    for row in rows:
+        times = (f"{row['ours_us']:.0f} µs", f"{row['unscheduled_us']:.0f} µs", f"{row['ratio']:.3f}")
+        chosen = row["chosen"] if row["chosen"] == "unscheduled" else f"`{row['chosen']}`"
+        cells.append((row["case"], chosen, *times, f"{row['spread_us']:.0f} µs", "yes" if row["slower"] else "no"))
+    return table(header, cells)
+
+
 def predicted(rows: Sequence[Row]) -> str:
     """Times that the cost model predicts, against measured ones."""
     header = ("case", "strategy", "predicted", "measured", "off by")
@@ -306,6 +317,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "end_to_end": end_to_end,
     "systems": systems,
     "serving": serving,
+    "auto": auto,
     "predicted": predicted,
     "kernels": kernels,
     "one_gpu": one_gpu,
