@@ -44,8 +44,8 @@ class DeviceModel:
     link_rate: float
     sms: int
     link_latency_us: float = 11.0
-    kernel_us: float = 3.2
-    launch_us: float = 1.6
+    kernel_us: float = 2.6
+    launch_us: float = 1.67
     matmul_fraction: float = 0.71
     memory_fraction: float = 0.85
     share: float = 0.95
