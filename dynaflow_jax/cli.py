@@ -30,9 +30,10 @@ from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.profile import profile
 from dynaflow_jax.simulate import step_us
 from dynaflow_jax.strategies.auto import Auto
+from dynaflow_jax.switched import SwitchedDynaFlow
 from dynaflow_jax.text import table
 from dynaflow_jax.timeline import compare
-from dynaflow_jax.transform import DynaFlow, Resolved, SwitchedDynaFlow, dynaflow
+from dynaflow_jax.transform import DynaFlow, Resolved, dynaflow
 from dynaflow_jax.tune import is_faster, spread, take_turns, tune
 from dynaflow_jax.visualize import to_perfetto
 

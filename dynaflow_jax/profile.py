@@ -30,8 +30,9 @@ from dynaflow_jax.program import outputs_of
 from dynaflow_jax.recording import record
 from dynaflow_jax.schedule import Step
 from dynaflow_jax.simulate import Path, Phase, bound_on, placed
+from dynaflow_jax.switched import SwitchedDynaFlow
 from dynaflow_jax.timeline import Timeline
-from dynaflow_jax.transform import DynaFlow, SwitchedDynaFlow
+from dynaflow_jax.transform import DynaFlow
 
 
 def profile(flow: DynaFlow, *args: Any, calls: int = 10, **kwargs: Any) -> Timeline:
