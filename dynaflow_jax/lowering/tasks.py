@@ -335,15 +335,15 @@ class Builder:
         computed = {value for operation in operations if isinstance(operation, Task) for value in operation.writes}
         # XLA may give an output's memory to others as soon as this device is done, while another one still reads.
         read_by_others = {self._base(o.reads[0]) for o in operations if isinstance(o, Exchange) and o.in_place}
+        own = {value for value in computed - read_by_others if self._values[value].size >= IN_PLACE_OUTPUT_BYTES}
         placed: dict[int, tuple[int, int]] = {}
         for i, (_, parts) in enumerate(self._outputs):
             for value, offset in parts:
-                large = self._values[value].size >= IN_PLACE_OUTPUT_BYTES and offset % ALIGNMENT == 0
-                donor = donors.get(i)
-                if donor is not None and (len(parts) > 1 or not self._is_free(self.inputs[donor], value, operations)):
+                if value not in own or value in placed or offset % ALIGNMENT:
                     continue
-                if large and value in computed - read_by_others:
-                    placed.setdefault(value, (i, offset))
+                donor = donors.get(i)
+                if donor is None or (len(parts) == 1 and self._is_free(self.inputs[donor], value, operations)):
+                    placed[value] = i, offset
         return placed
 
     def _is_free(self, given: int, value: int, operations: Sequence[Task | Exchange]) -> bool:
