@@ -45,7 +45,7 @@ def profile(flow: DynaFlow, *args: Any, calls: int = 10, **kwargs: Any) -> Timel
     together. What was compiled as one partition is one event, named ``a + b``; a loop has its iterations one by one. An
     exchange lasts until the last device's part has arrived, and so has the wait for that device in it. Of several
     devices it is the one whose run takes longest. Where a plan is dispatched inside ``shard_map`` only, what XLA runs
-    outside is left out. The events cost about a microsecond per command on a GPU.
+    outside is left out. On an H200 the events of a plan of four partitions cost no time that could be told.
 
     Steps of any other plan are measured each by itself, on the default device: compiled once, called ``calls`` times,
     the median less that of a call that does nothing. In a loop that is the first iteration's, taken as often as the
