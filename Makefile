@@ -10,7 +10,7 @@ CORE = annotate constants plan properties regressions schedule sharding split tr
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 RUN = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(VENV)/bin/python
 
-.PHONY: demo test test-integrations test-dispatch test-native test-bazel docs lint types format bench clean
+.PHONY: demo test test-integrations test-dispatch test-native test-bazel docs lint types format generated bench clean
 
 demo: $(VENV)/.demo            ## embed a text with a real model, as it is and scheduled: make demo [FILE=text.txt]
 	$(RUN) -m examples.minilm $(FILE)
@@ -44,6 +44,13 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(VENV)/bin/basedpyright
+
+generated: $(VENV)/.demo       ## what is written from results and from the cost model: after a change of either
+	$(PIP) nbclient ipykernel
+	$(RUN) -m examples.benchmarks.predicted --json=examples/benchmarks/results/predicted.json
+	$(RUN) -m examples.benchmarks.readme
+	$(RUN) -m docs.make_pages
+	$(RUN) -m examples.notebooks.execute
 
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .

@@ -58,7 +58,7 @@ class Timeline:
     title: str
     device: str
     measured: bool
-    events: tuple[Event, ...]
+    events: tuple[Event, ...] = dataclasses.field(repr=False)  # hundreds of them; str() shows them as a table
     streams: tuple[str, ...]
 
     @property

@@ -83,7 +83,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def trace_cost(rows: Sequence[Row]) -> str:
     """What a trace and a call cost at each depth."""
-    header = ("layers", "JAX: trace, lower, compile", "dynaflow's own work", "share", "call by hand", "call", "ratio")
+    header = (
+        "layers",
+        "JAX: trace, lower, compile",
+        "dynaflow's own work",
+        "share",
+        "call by hand",
+        "call",
+        "ratio",
+        "equal programs",
+    )
     cells = []
     for row in rows:
         jax_s = row["jax_trace_s"] + row["jax_lower_s"] + row["jax_compile_s"]
@@ -97,6 +106,7 @@ def trace_cost(rows: Sequence[Row]) -> str:
                 f"{by_hand / 1e3:.2f} ms",
                 f"{ours / 1e3:.2f} ms",
                 f"{ours / by_hand:.3f}",
+                f"±{row['apart'] / 2:.1%}",
             )
         )
     return table(header, cells)

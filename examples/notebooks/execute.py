@@ -54,7 +54,20 @@ def executed(notebook: dict[str, Any]) -> str:
     nbclient.NotebookClient(parsed, timeout=300, resources={"metadata": {"path": str(HERE)}}).execute()
     for cell in parsed["cells"]:
         cell["metadata"] = {}
+        if "outputs" in cell:
+            cell["outputs"] = joined(cell["outputs"])
     return nbformat.writes(parsed) + "\n"
+
+
+def joined(outputs: list[Any]) -> list[Any]:
+    """The outputs of a cell, with what it printed in several pieces in one: where it is cut differs from run to run."""
+    found: list[Any] = []
+    for output in outputs:
+        if found and output["output_type"] == "stream" and found[-1].get("name") == output["name"]:
+            found[-1]["text"] += output["text"]
+        else:
+            found.append(output)
+    return found
 
 
 def main() -> None:
