@@ -86,6 +86,7 @@ PLANS: dict[str, tuple[Callable[[df.OpScheduler], df.Plan], df.OpScheduler] | No
     "parameter_prefetch": None,
     "switch": None,
     "auto": None,
+    "with_kernels": None,
 }
 """For each page the model and the strategy whose plan it shows."""
 

@@ -174,7 +174,8 @@ def literal(text: str, what: str) -> Any:
 
 
 def _strategies() -> dict[str, Callable[..., Any]]:
-    named = {name: getattr(strategies, name) for name in strategies.__all__}
+    """Those whose arguments are literals; --kernels stands for ``WithKernels``."""
+    named = {name: getattr(strategies, name) for name in strategies.__all__ if name != "WithKernels"}
     return {name: kind for name, kind in named.items() if issubclass(kind, OpScheduler) or kind is strategies.Auto}
 
 

@@ -304,10 +304,15 @@ def _because(resolved: Resolved, why: str) -> Resolved:
 
 
 def _described(strategy: OpScheduler) -> str:
-    """A strategy as text: its class, how it calls itself, and its plain attributes, which that may leave out."""
+    """A strategy as text: its class, how it calls itself, and its plain attributes, which that may leave out.
+
+    And those of the strategies that it is made of.
+    """
     kind = type(strategy)
     plain = sorted(
-        (name, value) for name, value in vars(strategy).items() if isinstance(value, (int, float, str, type(None)))
+        (name, _described(value) if isinstance(value, OpScheduler) else value)
+        for name, value in vars(strategy).items()
+        if isinstance(value, (int, float, str, type(None), OpScheduler))
     )
     return f"{kind.__module__}.{kind.__qualname__} {strategy!r} {plain}"
 

@@ -30,6 +30,8 @@ from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.profile import profile
 from dynaflow_jax.simulate import step_us
 from dynaflow_jax.strategies.auto import Auto
+from dynaflow_jax.strategies.switch import Switch
+from dynaflow_jax.strategies.with_kernels import WithKernels
 from dynaflow_jax.switched import SwitchedDynaFlow
 from dynaflow_jax.text import table
 from dynaflow_jax.timeline import compare
@@ -152,6 +154,7 @@ _COMMON = (
     _text("batch_axes", "Where the batch is in each argument, as in 'None, 0' or \"{'x': 0}\"."),
     _text("out_axes", "What becomes of the micro-batches' outputs: mean, sum, or an axis."),
     _backend,
+    _switch("kernels", "Use kernels of pallas_kernels in operators, where they were measured faster."),
     _switch("json", "Print JSON in place of text."),
     _switch("traceback", "Show where an error came from."),
     _switch("help", "Show this.", "h"),
@@ -215,10 +218,23 @@ def _flow(values: flags.FlagValues, target: str, scheduler: Any = None) -> DynaF
             given[name] = arguments.literal(text, f"--{name}")
     if _given(values, "backend") is not None:
         given["backend"] = _given(values, "backend")
+    options: dict[str, Any] = _options(found) if isinstance(found, DynaFlow) else {"scheduler": Auto()}
+    if _given(values, "kernels"):
+        given["scheduler"] = _with_kernels(given.get("scheduler", options["scheduler"]))
     if isinstance(found, DynaFlow):
-        return dynaflow(found.fun, **_options(found) | given) if given else found
-    given.setdefault("scheduler", Auto())
-    return dynaflow(found, **given)
+        return dynaflow(found.fun, **options | given) if given else found
+    return dynaflow(found, **options | given)
+
+
+def _with_kernels(scheduler: Any) -> Any:
+    """A strategy that does the same with kernels."""
+    from pallas_kernels import Kernels  # which imports Mosaic GPU, for a second
+
+    if isinstance(scheduler, Auto):
+        return scheduler.with_kernels(Kernels())
+    if isinstance(scheduler, Switch):
+        return Switch([_with_kernels(strategy) for strategy in scheduler.strategies], scheduler.select)
+    return scheduler if isinstance(scheduler, WithKernels) else WithKernels(scheduler, Kernels())
 
 
 def _options(flow: DynaFlow) -> dict[str, Any]:
@@ -364,7 +380,7 @@ def _tune(values: flags.FlagValues, target: str) -> None:
     flow, args = _flow(values, target, scheduler), _arguments(values, target)
     if not isinstance(flow, AutoDynaFlow):
         options = _options(flow)
-        options["scheduler"] = Auto()
+        options["scheduler"] = _with_kernels(Auto()) if _given(values, "kernels") else Auto()
         flow = dynaflow(flow.fun, **options)
     found = tune(flow, *arguments.arrays(args), budget_s=_given(values, "budget_s"), force=_given(values, "force"))
     print(found.to_json() if _given(values, "json") else found.show())

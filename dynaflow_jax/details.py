@@ -11,6 +11,7 @@ from dynaflow_jax.batch.region import Region
 from dynaflow_jax.cost import Kernel
 from dynaflow_jax.graph import Operator
 from dynaflow_jax.schedule import InputInfo, Step, external_inputs, external_outputs
+from dynaflow_jax.substitution import Substituted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +127,12 @@ class _Details:
         return found
 
     def _replacement(self, step: Step, ops: Sequence[Operator]) -> list[Kernel]:
-        """One kernel that does all that the operators do, without passing what lies between them through memory."""
+        """One kernel that does all that the operators do, without passing what lies between them through memory.
+
+        Unless the replacement says what is replaced.
+        """
+        if isinstance(step.fn, Substituted):
+            return step.fn.kernels(self.axes)
         own = [kernel for op in ops for kernel in cost.itemized(op.program.eqns, op.program.outvars, self.axes)]
         if not own:
             return []

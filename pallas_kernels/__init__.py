@@ -11,5 +11,10 @@ One module for each, and in each the same names:
 - ``key(*arrays)``: the shape by which measurements are kept. ``measured.worthwhile(name, device_kind, key)`` tells
   whether the kernel measured faster than XLA there; what was not measured is not worthwhile.
 
-A kernel enters a schedule as ``ctx.execute(operators, fn=kernel)``; importing a module needs no GPU.
+A kernel enters a schedule as ``ctx.execute(operators, fn=kernel)``, or by itself: ``Kernels()`` finds the places in a
+model that some of them can compute, for ``df.strategies.WithKernels`` and ``Auto``. Importing a module needs no GPU.
 """
+
+from pallas_kernels.in_place import Kernels
+
+__all__ = ["Kernels"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,10 +31,11 @@ def reference(
     """What the kernel computes, in plain JAX; see `add_rms_norm`."""
     total = sum((part.astype(jnp.float32) for part in (*partials, residual)), x.astype(jnp.float32))
     total = total.astype(residual.dtype)
-    return _normalized(total, weight, x.dtype, eps), total
+    return normalized(total, weight, x.dtype, eps), total
 
 
-def _normalized(total: jax.Array, weight: jax.Array, dtype: Any, eps: float) -> jax.Array:
+def normalized(total: jax.Array, weight: jax.Array, dtype: Any, eps: float) -> jax.Array:
+    """The RMSNorm of rows, in plain JAX."""
     h = total.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
     return (h * scale * weight.astype(jnp.float32)).astype(dtype)
@@ -132,7 +134,7 @@ def add_rms_norm(
 
     def backward(saved: Any, cotangents: Any) -> Any:
         # Of the rows only ``total`` is kept; XLA fuses this as well as a kernel could.
-        normed = functools.partial(_normalized, dtype=dtypes[0], eps=eps)
+        normed = functools.partial(normalized, dtype=dtypes[0], eps=eps)
         d_total, d_weight = jax.vjp(normed, *saved)[1](cotangents[0])
         d_sum = d_total.astype(jnp.float32) + cotangents[1].astype(jnp.float32)
         d_x, d_residual, *d_partials = (d_sum.astype(dtype) for dtype in dtypes)
@@ -145,16 +147,39 @@ def add_rms_norm(
 def _run(
     x: jax.Array, residual: jax.Array, weight: jax.Array, *partials: jax.Array, eps: float, tuning: Any, interpret: bool
 ) -> Any:
-    width = x.shape[-1]
-    rows = x.size // width
+    out = mosaic.outputs_of(functools.partial(reference, eps=eps), x, residual, weight, *partials)
+    return normalize_rows((x, *partials, residual), weight, out, eps, tuning, interpret, "add_rms_norm")
+
+
+def normalize_rows(
+    values: Sequence[jax.Array],
+    weight: jax.Array,
+    out: Sequence[Any],
+    eps: float,
+    tuning: Tuning | None,
+    interpret: bool,
+    name: str,
+) -> tuple[jax.Array, ...]:
+    """The RMSNorm of a sum of arrays; and, if a second one is wanted, the sum.
+
+    Args:
+      values: ``[..., width]``, of one shape, added in float32.
+      weight: ``[width]``.
+      out: types of the results, one or two; of two, the sum is rounded to the second one's before it is normalized.
+      eps: added to the mean square.
+      tuning: how rows are laid over the device; chosen by their number if ``None``.
+      interpret: simulate the kernel on the CPU.
+      name: of the kernel, in profiles.
+    """
+    shape = values[0].shape
+    width = shape[-1]
+    rows = math.prod(shape[:-1])
     if tuning is None:
         tuning = Tuning.of(rows, width, mosaic.num_sms())
-    flat = [value.reshape(rows, width) for value in (x, residual, *partials)]
-    out = mosaic.outputs_of(functools.partial(reference, eps=eps), flat[0], flat[1], weight, *flat[2:])
     vector = next(n for n in (8, 4, 2, 1) if width % (128 * n) == 0)
 
-    def body(x_ref: Any, residual_ref: Any, weight_ref: Any, *refs: Any) -> None:
-        partial_refs, (normed_ref, total_ref) = refs[: len(partials)], refs[len(partials) :]
+    def body(*refs: Any) -> None:
+        value_refs, weight_ref, (normed_ref, *total_refs) = refs[: len(values)], refs[len(values)], refs[-len(out) :]
 
         def load(ref: Any) -> jax.Array:
             value = ref[...]
@@ -165,11 +190,11 @@ def _run(
         @plgpu.nd_loop((rows,), collective_axes="block")
         def _normalize(info: Any) -> None:
             (row,) = info.index
-            values = [load(ref.at[row]) for ref in (x_ref, *partial_refs, residual_ref)]
-            total = functools.reduce(lambda a, b: a + b, [value.astype(jnp.float32) for value in values])
-            total = total.astype(total_ref.dtype)
-            total_ref[row] = total
-            h = total.astype(jnp.float32)
+            loaded = [load(ref.at[row]).astype(jnp.float32) for ref in value_refs]
+            h = functools.reduce(lambda a, b: a + b, loaded)
+            for total_ref in total_refs:
+                total_ref[row] = total = h.astype(total_ref.dtype)
+                h = total.astype(jnp.float32)
             # One warpgroup to a block, because the scratch memory of a reduction belongs to the block: in JAX up to
             # 0.12 two warpgroups that reduce at the same time overwrite each other's sums.
             scale = lax.rsqrt(jnp.sum(h * h) / width + eps)
@@ -178,12 +203,12 @@ def _run(
 
     kernel = mosaic.launch(
         body,
-        out,
+        tuple(jax.tree.map(lambda type: type.update(shape=(rows, width)), tuple(out))),
         grid=-(-rows // tuning.rows),
         interpret=interpret,
-        name="add_rms_norm",
+        name=name,
         approx_math=True,
         unsafe_no_auto_barriers=True,  # no memory is both read and written, but by the reduction, which has its own
     )
-    normed, total = kernel(*flat[:2], weight, *flat[2:])
-    return normed.reshape(x.shape), total.reshape(x.shape)
+    results = kernel(*(value.reshape(rows, width) for value in values), weight)
+    return tuple(result.reshape(shape) for result in results)

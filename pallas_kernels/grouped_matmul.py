@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic, support
 from pallas_kernels.support import Support, dtype_reason, first_reason, hardware_reason
 
 try:
@@ -38,7 +38,7 @@ def reference(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
 
 def supports(x: Any, weights: Any, sizes: Any, *, device: Any = None) -> Support:
     """Whether the kernel can run on a device with arrays (or types) like these."""
-    limits = _limits(x, weights, sizes)
+    limits = supports_shapes(x, weights, sizes)
     return first_reason(limits.reason, hardware_reason(device, mosaic.HOPPER) if limits else None)
 
 
@@ -47,7 +47,8 @@ def key(x: Any, weights: Any, sizes: Any) -> tuple[int, ...]:
     return (*x.shape, weights.shape[2], weights.shape[0])
 
 
-def _limits(x: Any, weights: Any, sizes: Any) -> Support:
+def supports_shapes(x: Any, weights: Any, sizes: Any) -> Support:
+    """Whether the kernel can be compiled for arrays (or types) like these, on whatever machine."""
     if len(x.shape) != 2 or len(weights.shape) != 3 or x.shape[1] != weights.shape[1]:
         return Support(f"[rows, k] and [groups, k, n] are wanted, not {tuple(x.shape)} and {tuple(weights.shape)}")
     groups, k, n = weights.shape
@@ -70,6 +71,8 @@ def grouped_matmul(
 ) -> jax.Array:
     """Each row of ``x`` times the weights of its group. Differentiable in ``x`` and ``weights``.
 
+    Mosaic does not map this kernel over another axis; under ``jax.vmap`` it is ``reference``.
+
     Args:
       x: ``[rows, k]``, bfloat16 or float16, the rows of group 0, then those of group 1, and so on; at least 128.
       weights: ``[groups, k, n]``, of the same dtype.
@@ -84,9 +87,10 @@ def grouped_matmul(
     Raises:
       KernelError: if shapes or dtypes are not supported.
     """
-    _limits(x, weights, sizes).require("grouped_matmul")
+    supports_shapes(x, weights, sizes).require("grouped_matmul")
 
     @jax.custom_vjp
+    @functools.partial(support.mapped_as, reference)
     def call(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
         with mosaic.simulation(interpret):
             return shipped.ragged_dot(

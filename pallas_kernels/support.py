@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -96,4 +96,18 @@ def differentiable(kernel: Callable[..., Any], reference: Callable[..., Any]) ->
         return jax.vjp(reference, *args)[1](cotangents)
 
     call.defvjp(forward, backward)
+    return call
+
+
+def mapped_as(reference: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel``, which ``jax.vmap`` maps as it maps ``reference``, a function of the same arrays and results."""
+    call = jax.custom_batching.custom_vmap(kernel)
+
+    @call.def_vmap
+    def mapped(size: int, is_mapped: Sequence[bool], *given: Any) -> Any:
+        # All of them: JAX does not map every function over some (``ragged_dot``, say).
+        args = [x if each else jnp.broadcast_to(x, (size, *x.shape)) for x, each in zip(given, is_mapped, strict=True)]
+        results = jax.vmap(reference)(*args)
+        return results, jax.tree.map(lambda _: True, results)
+
     return call

@@ -10,6 +10,7 @@ from dynaflow_jax.strategies.sequential import Sequential
 from dynaflow_jax.strategies.single_batch_overlap import SingleBatchOverlap
 from dynaflow_jax.strategies.switch import Switch
 from dynaflow_jax.strategies.token_weave import TokenWeave
+from dynaflow_jax.strategies.with_kernels import WithKernels
 
 __all__ = [
     "AsyncTensorParallel",
@@ -22,4 +23,5 @@ __all__ = [
     "SingleBatchOverlap",
     "Switch",
     "TokenWeave",
+    "WithKernels",
 ]

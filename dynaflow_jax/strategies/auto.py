@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dynaflow_jax.errors import DynaFlowError
+from dynaflow_jax.schedule import OpScheduler
 from dynaflow_jax.strategies.async_tensor_parallel import AsyncTensorParallel
 from dynaflow_jax.strategies.dual_batch_overlap import DualBatchOverlap
 from dynaflow_jax.strategies.gradient_buckets import GradientBuckets
@@ -15,6 +16,8 @@ from dynaflow_jax.strategies.sequential import Sequential
 from dynaflow_jax.strategies.single_batch_overlap import SingleBatchOverlap
 from dynaflow_jax.strategies.switch import Switch
 from dynaflow_jax.strategies.token_weave import TokenWeave
+from dynaflow_jax.strategies.with_kernels import WithKernels
+from dynaflow_jax.substitution import Finder
 
 
 class Auto:
@@ -42,12 +45,21 @@ class Auto:
       budget_s: how many seconds ``df.tune`` may take, compiling included. The unscheduled function is compiled and
         measured in any case, and whatever is being compiled when the time is over is not interrupted.
       keep: how many candidates, the best by the cost model, are measured beside the unscheduled function.
+      kernels: what to look for in operators, as ``WithKernels`` takes it; every strategy is then a candidate with
+        kernels too, where some are found.
 
     Raises:
       DynaFlowError: if an argument makes no sense.
     """
 
-    def __init__(self, candidates: Iterable[Any] | None = None, *, budget_s: float = 10.0, keep: int = 4):
+    def __init__(
+        self,
+        candidates: Iterable[Any] | None = None,
+        *,
+        budget_s: float = 10.0,
+        keep: int = 4,
+        kernels: Finder | Iterable[Finder] | None = None,
+    ):
         if candidates is not None and (isinstance(candidates, str) or not isinstance(candidates, Iterable)):
             raise DynaFlowError(f"Auto takes a list of strategies, not {candidates!r}.")
         self._are_default = candidates is None
@@ -60,9 +72,21 @@ class Auto:
             raise DynaFlowError(f"keep is a positive whole number of candidates, not {keep!r}.")
         self.budget_s = float(budget_s)
         self.keep = keep
+        self.kernels = kernels
+        self._without_kernels = self.candidates
+        if kernels is not None:
+            strategies = [candidate for candidate in self.candidates if isinstance(candidate, OpScheduler)]
+            self.candidates += tuple(WithKernels(strategy, kernels) for strategy in strategies)
+
+    def with_kernels(self, kernels: Finder | Iterable[Finder]) -> Auto:
+        """The same choice, and each strategy with kernels too."""
+        candidates = None if self._are_default else self._without_kernels
+        return Auto(candidates, budget_s=self.budget_s, keep=self.keep, kernels=kernels)
 
     def __repr__(self) -> str:
-        return "Auto()" if self._are_default else f"Auto({list(self.candidates)})"
+        candidates = "" if self._are_default else repr(list(self.candidates))
+        kernels = f"kernels={self.kernels!r}" if self._are_default and self.kernels is not None else ""
+        return f"Auto({candidates}{kernels})"
 
 
 def _defaults() -> tuple[Any, ...]:

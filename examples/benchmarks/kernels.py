@@ -35,6 +35,7 @@ from pallas_kernels import (
     matmul_silu,
     measured,
     persistent_matmul,
+    rms_norm,
 )
 
 _JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
@@ -257,6 +258,24 @@ def norms() -> Iterator[Case]:
                 )
 
 
+def norms_alone() -> Iterator[Case]:
+    """RMSNorm of what another operator gives."""
+    for width in (4096, 8192):
+        for rows in (16, 256, 1024, 4096, 16384):
+            x, weight = normal(0, rows, width), normal(9, width, scale=0.1) + 1
+            yield Case(
+                "rms_norm",
+                (rows, width),
+                rms_norm.reference,
+                {"XLA": rms_norm.reference},
+                {"default": rms_norm.rms_norm},
+                (x, weight),
+                bytes=2 * x.nbytes + weight.nbytes,
+                chain=lambda args, result: (result, *args[1:]),
+                repeat=16 if rows <= 1024 else 4,
+            )
+
+
 def matmuls() -> Iterator[Case]:
     """The persistent matmul with all multiprocessors, and with a budget."""
     for m, k, n in (
@@ -474,6 +493,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "all_gather_matmul": gathered,
     "grouped_matmul": experts,
     "add_rms_norm": norms,
+    "rms_norm": norms_alone,
     "matmul_silu": matmuls_and_activations,
     "persistent_matmul": matmuls,
 }

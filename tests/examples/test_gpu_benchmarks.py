@@ -31,6 +31,7 @@ def run(name, *flags):
         ("launch_overhead", ["step-16x32x8", "host-4-layers", "growth-200-calls"]),
         ("branches", ["branches-2x8x32x8", "branches-4x8x32x8"]),
         ("memory", ["dispatched-2-layers"]),
+        ("with_kernels", ["dense-128", "experts-64"]),
         ("fresh_inputs", ["llama", "minilm", "chain", "branches"]),
     ],
 )

@@ -1,5 +1,7 @@
 """The experts' matmul against its reference, its program for a GPU, and its limits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -42,6 +44,20 @@ def test_lowers_for_a_gpu_when_differentiated():
 
     _, kernels = lowered_for_cuda(jax.grad(loss, argnums=(0, 1)), *operands())
     assert kernels == 1
+
+
+@pytest.mark.parametrize("mapped", [(0, None, None), (0, 0, 0)])
+def test_mapped_over_another_axis(mapped):
+    """Which ``ragged_dot`` is only if all three are."""
+    x, weights = arrays(*operands(rows=128, k=64, n=128, groups=2)[:2])
+    xs, sizes = jnp.stack([x, 2 * x]), jnp.array([28, 100], jnp.int32)
+    args = [
+        jnp.stack([value, value]) if axis == 0 and i else value
+        for i, (axis, value) in enumerate(zip(mapped, (xs, weights, sizes), strict=True))
+    ]
+    got = jax.vmap(functools.partial(grouped_matmul, interpret=True), mapped)(*args)
+    assert_within_rounding(got, jnp.stack([reference(each, weights, sizes) for each in xs]), 1.01)
+    assert lowered_for_cuda(jax.vmap(grouped_matmul, mapped), *args)[1] == 0
 
 
 @pytest.mark.parametrize(

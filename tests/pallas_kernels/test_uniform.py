@@ -10,7 +10,7 @@ import pytest
 import pallas_kernels
 from pallas_kernels import measured
 
-HELPERS = {"hopper", "measured", "mosaic", "support"}
+HELPERS = {"hopper", "in_place", "measured", "mosaic", "recognition", "support"}
 KERNELS = sorted({module.name for module in pkgutil.iter_modules(pallas_kernels.__path__)} - HELPERS)
 
 
@@ -25,6 +25,7 @@ KEYS = {
     "grouped_matmul": ((b(1024, 512), b(8, 512, 256), b(8)), {}, (1024, 512, 256, 8)),
     "matmul_reduce_scatter": ((b(512, 1024), b(1024, 256)), {"devices": 2}, (512, 1024, 256, 2)),
     "matmul_silu": ((b(512, 1024), b(1024, 256), b(64, 2048)), {}, (512, 1024, 256, 64, 1024)),
+    "rms_norm": ((b(2, 8, 256), b(256)), {}, (16, 256)),
     "persistent_matmul": ((b(512, 1024), b(1024, 256)), {}, (512, 1024, 256)),
 }
 

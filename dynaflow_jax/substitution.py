@@ -1,0 +1,154 @@
+"""Parts of what operators compute, computed by other functions, such as kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import graphlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from dynaflow_jax import compat, cost
+from dynaflow_jax.cost import Kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A part of a jaxpr that a function can compute.
+
+    Attributes:
+      name: of the function, such as ``"add_rms_norm"``.
+      fn: takes the values of ``invars`` and returns a tuple of those of ``outvars``, of the same shapes and dtypes.
+      invars: variables of the jaxpr.
+      outvars: variables of the jaxpr; none of ``invars`` may depend on them.
+    """
+
+    name: str
+    fn: Callable[..., tuple[Any, ...]]
+    invars: tuple[Any, ...]
+    outvars: tuple[Any, ...]
+
+
+Finder = Callable[[Any], Iterable[Place]]
+"""Says where a function could stand in an open jaxpr, the places that it prefers first."""
+
+
+class Dataflow:
+    """What gives and what reads the variables of a jaxpr; for finders.
+
+    Attributes:
+      maker: by variable, the equation that gives it; inputs have none.
+      readers: by variable, the equations that read it, in program order.
+      results: the variables that the jaxpr returns.
+    """
+
+    def __init__(self, jaxpr: Any):
+        self.maker: dict[Any, Any] = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self.readers: dict[Any, list[Any]] = {}
+        for eqn in jaxpr.eqns:
+            for var in dict.fromkeys(_variables(eqn.invars)):
+                self.readers.setdefault(var, []).append(eqn)
+        self.results = set(_variables(jaxpr.outvars))
+
+    def made_by(self, atom: Any, *primitives: str) -> Any | None:
+        """The equation that gives a value, if it is one of these primitives."""
+        eqn = None if compat.is_literal(atom) else self.maker.get(atom)
+        return eqn if eqn is not None and eqn.primitive.name in primitives else None
+
+    def only_reader(self, var: Any) -> Any | None:
+        """The equation that reads a variable, if nothing else does and the jaxpr does not return it."""
+        readers = self.readers.get(var, [])
+        return readers[0] if len(readers) == 1 and var not in self.results else None
+
+
+class Substituted:
+    """The function that a jaxpr is, with places of it computed by other functions.
+
+    What no result needs any more is not computed.
+
+    Attributes:
+      places: the places that are used.
+      eqns: the equations that are still evaluated.
+    """
+
+    def __init__(self, jaxpr: Any, places: Sequence[Place]):
+        self.places = tuple(places)
+        self._jaxpr = jaxpr
+        self._steps = _in_order(jaxpr, self.places)
+        self.eqns = [step for step in self._steps if not isinstance(step, Place)]
+        self.__name__ = "+".join(dict.fromkeys(place.name for place in self.places))
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        """The jaxpr's outputs, from its inputs."""
+        env: dict[Any, Any] = dict(zip(self._jaxpr.invars, args, strict=True))
+
+        def value(atom: Any) -> Any:
+            return atom.val if compat.is_literal(atom) else env[atom]
+
+        for step in self._steps:
+            values = map(value, step.invars)
+            results = step.fn(*values) if isinstance(step, Place) else compat.bind(step, *values)
+            env.update(zip(step.outvars, results, strict=True))
+        return tuple(map(value, self._jaxpr.outvars))
+
+    def kernels(self, axes: Mapping[str, int]) -> list[Kernel]:
+        """What it asks of a device: each place is one kernel, which reads and writes what it must.
+
+        Args:
+          axes: sizes of the mesh axes that it may communicate over.
+        """
+        read = {var for place in self.places for var in _variables(place.invars)}
+        own = cost.itemized(self.eqns, [*self._jaxpr.outvars, *read], axes)
+        left = set(map(id, self.eqns))
+        replaced = [eqn for eqn in self._jaxpr.eqns if id(eqn) not in left]
+        flops = sum(kernel.flops * kernel.count for kernel in cost.itemized(replaced, (), axes))
+        for place in self.places:
+            moved = sum(cost.bytes_of(var.aval) for var in (*_variables(place.invars), *place.outvars))
+            dtype = place.outvars[0].aval.dtype
+            own.append(Kernel(place.name, flops / len(self.places), moved, dtype.name, dtype.itemsize))
+        return own
+
+
+def substituted(jaxpr: Any, finders: Iterable[Finder]) -> Substituted | None:
+    """What a jaxpr computes, with what finders find in it computed by their functions.
+
+    Args:
+      jaxpr: a closed jaxpr without constants.
+      finders: asked one after the other; where two places give the same value, the first counts.
+
+    Returns:
+      A function with the jaxpr's inputs and outputs; ``None`` if nothing was found.
+    """
+    opened = compat.open_jaxpr(jaxpr)
+    found: list[Place] = []
+    if any(compat.has_effects(eqn) for eqn in opened.eqns):  # their order is part of what it does
+        return None
+    for finder in finders:
+        for place in finder(opened):
+            if {*place.outvars} & {var for other in found for var in other.outvars}:
+                continue
+            try:
+                _in_order(opened, [*found, place])
+            except graphlib.CycleError:
+                continue  # it needs what it is to give
+            found.append(place)
+    return Substituted(opened, found) if found else None
+
+
+def _in_order(jaxpr: Any, places: Sequence[Place]) -> list[Any]:
+    """Places, and the equations that are needed beside them, each after what it reads."""
+    nodes = [*jaxpr.eqns, *places]
+    maker = {var: i for i, node in enumerate(nodes) for var in node.outvars}  # places last, so that they count
+    order: graphlib.TopologicalSorter[int] = graphlib.TopologicalSorter()
+    waiting, needed = [maker[var] for var in _variables(jaxpr.outvars) if var in maker], set()
+    while waiting:
+        i = waiting.pop()
+        if i not in needed:
+            needed.add(i)
+            before = [maker[var] for var in _variables(nodes[i].invars) if var in maker]
+            order.add(i, *before)
+            waiting += before
+    return [nodes[i] for i in order.static_order()]
+
+
+def _variables(atoms: Iterable[Any]) -> list[Any]:
+    return [atom for atom in atoms if not compat.is_literal(atom)]

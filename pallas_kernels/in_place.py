@@ -1,0 +1,98 @@
+"""The kernels that stand for a part of an operator, for a strategy to look for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dynaflow_jax.errors import DynaFlowError
+from dynaflow_jax.substitution import Place
+from pallas_kernels import add_rms_norm, grouped_matmul, measured, recognition, rms_norm
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Finds in a jaxpr what kernels can compute; for ``df.strategies.WithKernels`` and ``Auto(kernels=...)``.
+
+    - ``"add_rms_norm"``: the RMSNorm of a sum, as behind every layer of a transformer.
+    - ``"rms_norm"``: any other RMSNorm, such as one whose sum another operator computes.
+    - ``"grouped_matmul"``: ``jax.lax.ragged_dot``, the experts' matmul of a mixture of experts.
+
+    Where a kernel does not support an array, or the device, or was not measured faster, nothing is found.
+
+    Args:
+      only: names of kernels; all of them if left out.
+      everywhere: whether kernels are used wherever they are supported, measured or not.
+      interpret: simulate the kernels on the CPU, everywhere: for tests.
+
+    Raises:
+      DynaFlowError: if there is no kernel of such a name.
+    """
+
+    only: tuple[str, ...] = ()
+    everywhere: bool = False
+    interpret: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.only:
+            if name not in _PLACES:
+                raise DynaFlowError(f"There is no kernel {name!r} to use in place; there are {', '.join(_PLACES)}.")
+
+    def __repr__(self) -> str:
+        given = [f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self)]
+        return f"Kernels({', '.join(text for text in given if not text.endswith(('=()', '=False')))})"
+
+    def __call__(self, jaxpr: Any) -> Iterator[Place]:
+        """The places of an open jaxpr where one of the kernels should be used."""
+        for name in self.only or _PLACES:
+            module, find = _PLACES[name]
+            for place in find(jaxpr, self.interpret):
+                if self._is_worthwhile(module, name, [var.aval for var in place.invars]):
+                    yield place
+
+    def _is_worthwhile(self, module: Any, name: str, avals: list[Any]) -> bool:
+        if self.interpret:
+            return bool(module.supports_shapes(*avals))
+        if not module.supports(*avals):
+            return False
+        kind = jax.devices()[0].device_kind
+        return self.everywhere or measured.worthwhile(name, kind, module.key(*avals))
+
+
+def _sums_and_norms(jaxpr: Any, interpret: bool) -> Iterator[Place]:
+    for found in recognition.norms(jaxpr):
+        if found.terms:
+            fn = functools.partial(add_rms_norm.add_rms_norm, eps=found.eps, interpret=interpret)
+            yield Place("add_rms_norm", fn, (*found.terms, found.weight), (found.normed, found.x))
+
+
+def _norms(jaxpr: Any, interpret: bool) -> Iterator[Place]:
+    for found in recognition.norms(jaxpr):
+
+        def norm(x: jax.Array, weight: jax.Array, eps: float = found.eps) -> tuple[jax.Array]:
+            return (rms_norm.rms_norm(x, weight, eps=eps, interpret=interpret),)
+
+        yield Place("rms_norm", norm, (found.x, found.weight), (found.normed,))
+
+
+def _grouped(jaxpr: Any, interpret: bool) -> Iterator[Place]:
+    def product(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple[jax.Array]:
+        result = grouped_matmul.grouped_matmul(x, weights, sizes, interpret=interpret)
+        # Rows of no group are zeros for ragged_dot; the kernel leaves them as they are. XLA fuses this into what reads.
+        in_a_group = jnp.arange(len(x))[:, None] < sizes.sum()
+        return (jnp.where(in_a_group, result, jnp.zeros_like(result)),)
+
+    for found in recognition.grouped_matmuls(jaxpr):
+        yield Place("grouped_matmul", product, (found.x, found.weights, found.sizes), (found.product,))
+
+
+_PLACES: dict[str, tuple[Any, Callable[[Any, bool], Iterator[Place]]]] = {
+    "add_rms_norm": (add_rms_norm, _sums_and_norms),
+    "rms_norm": (rms_norm, _norms),
+    "grouped_matmul": (grouped_matmul, _grouped),
+}
