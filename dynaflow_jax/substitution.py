@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import graphlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from dynaflow_jax import compat, cost
 from dynaflow_jax.cost import Kernel
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Match:
     """A part of a jaxpr that a function can compute.
 
     Attributes:
       name: of the function, such as ``"add_rms_norm"``.
-      fn: takes the values of ``invars`` and returns a tuple of those of ``outvars``, of the same shapes and dtypes.
-      invars: variables of the jaxpr.
+      fn: takes the values of ``invars`` and returns a sequence of those of ``outvars``, of the same shapes and dtypes.
+      invars: variables of the jaxpr, or literals.
       outvars: variables of the jaxpr; none of ``invars`` may depend on them.
     """
 
     name: str
-    fn: Callable[..., tuple[Any, ...]]
+    fn: Callable[..., Sequence[Any]]
     invars: tuple[Any, ...]
     outvars: tuple[Any, ...]
 
 
-Finder = Callable[[Any], Iterable[Place]]
-"""Says where a function could stand in an open jaxpr, the places that it prefers first."""
+Finder = Callable[[Any], Iterable[Match]]
+"""Says which parts of an open jaxpr functions could compute, those that it prefers first."""
 
 
 class Dataflow:
@@ -61,21 +63,21 @@ class Dataflow:
 
 
 class Substituted:
-    """The function that a jaxpr is, with places of it computed by other functions.
+    """The function that a jaxpr is, with parts of it computed by other functions.
 
     What no result needs any more is not computed.
 
     Attributes:
-      places: the places that are used.
+      matches: the parts, and their functions.
       eqns: the equations that are still evaluated.
     """
 
-    def __init__(self, jaxpr: Any, places: Sequence[Place]):
-        self.places = tuple(places)
+    def __init__(self, jaxpr: Any, matches: Sequence[Match]):
+        self.matches = tuple(matches)
         self._jaxpr = jaxpr
-        self._steps = _in_order(jaxpr, self.places)
-        self.eqns = [step for step in self._steps if not isinstance(step, Place)]
-        self.__name__ = "+".join(dict.fromkeys(place.name for place in self.places))
+        self._steps = _in_order(jaxpr, self.matches)
+        self.eqns = [step for step in self._steps if not isinstance(step, Match)]
+        self.__name__ = "+".join(dict.fromkeys(match.name for match in self.matches))
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """The jaxpr's outputs, from its inputs."""
@@ -86,25 +88,28 @@ class Substituted:
 
         for step in self._steps:
             values = map(value, step.invars)
-            results = step.fn(*values) if isinstance(step, Place) else compat.bind(step, *values)
+            results = step.fn(*values) if isinstance(step, Match) else compat.bind(step, *values)
             env.update(zip(step.outvars, results, strict=True))
         return tuple(map(value, self._jaxpr.outvars))
 
     def kernels(self, axes: Mapping[str, int]) -> list[Kernel]:
-        """What it asks of a device: each place is one kernel, which reads and writes what it must.
+        """What it asks of a device: each part is one kernel, which reads and writes what it must.
 
         Args:
           axes: sizes of the mesh axes that it may communicate over.
         """
-        read = {var for place in self.places for var in _variables(place.invars)}
+        read = {var for match in self.matches for var in _variables(match.invars)}
         own = cost.itemized(self.eqns, [*self._jaxpr.outvars, *read], axes)
         left = set(map(id, self.eqns))
         replaced = [eqn for eqn in self._jaxpr.eqns if id(eqn) not in left]
         flops = sum(kernel.flops * kernel.count for kernel in cost.itemized(replaced, (), axes))
-        for place in self.places:
-            moved = sum(cost.bytes_of(var.aval) for var in (*_variables(place.invars), *place.outvars))
-            dtype = place.outvars[0].aval.dtype
-            own.append(Kernel(place.name, flops / len(self.places), moved, dtype.name, dtype.itemsize))
+        for match in self.matches:
+            if isinstance(match.fn, _Call):
+                own += match.fn.inner.kernels(axes)
+                continue
+            moved = sum(cost.bytes_of(var.aval) for var in (*_variables(match.invars), *match.outvars))
+            dtype = match.outvars[0].aval.dtype
+            own.append(Kernel(match.name, flops / len(self.matches), moved, dtype.name, dtype.itemsize))
         return own
 
 
@@ -112,32 +117,61 @@ def substituted(jaxpr: Any, finders: Iterable[Finder]) -> Substituted | None:
     """What a jaxpr computes, with what finders find in it computed by their functions.
 
     Args:
-      jaxpr: a closed jaxpr without constants.
-      finders: asked one after the other; where two places give the same value, the first counts.
+      jaxpr: a jaxpr without constants; calls of ``jit`` and ``jax.checkpoint`` in it are looked into.
+      finders: asked one after the other; where two matches give the same value, the first counts.
 
     Returns:
       A function with the jaxpr's inputs and outputs; ``None`` if nothing was found.
     """
     opened = compat.open_jaxpr(jaxpr)
-    found: list[Place] = []
+    found: list[Match] = []
     if any(compat.has_effects(eqn) for eqn in opened.eqns):  # their order is part of what it does
         return None
-    for finder in finders:
-        for place in finder(opened):
-            if {*place.outvars} & {var for other in found for var in other.outvars}:
+    finders = tuple(finders)
+    for finder in (*finders, lambda jaxpr: _in_calls(jaxpr, finders)):
+        for match in finder(opened):
+            if {*match.outvars} & {var for other in found for var in other.outvars}:
                 continue
             try:
-                _in_order(opened, [*found, place])
+                _in_order(opened, [*found, match])
             except graphlib.CycleError:
                 continue  # it needs what it is to give
-            found.append(place)
+            found.append(match)
     return Substituted(opened, found) if found else None
 
 
-def _in_order(jaxpr: Any, places: Sequence[Place]) -> list[Any]:
+_CALLS = frozenset({"jit", "pjit", "remat", "remat2", "checkpoint"})
+
+
+class _Call:
+    """A call of a jaxpr, parts of which are computed by other functions. It stays the kind of call that it is."""
+
+    def __init__(self, eqn: Any, inner: Substituted):
+        self.eqn = eqn
+        self.inner = inner
+
+    def __call__(self, *args: Any) -> list[Any]:
+        """Its results."""
+        with compat.scope_of(self.eqn):
+            jaxpr = jax.make_jaxpr(self.inner)(*args)
+        is_open = compat.open_jaxpr(self.eqn.params["jaxpr"]) is self.eqn.params["jaxpr"]
+        params = {**self.eqn.params, "jaxpr": compat.open_jaxpr(jaxpr) if is_open else jaxpr}
+        return compat.bind(compat.replace_eqn(self.eqn, params=params), *args)
+
+
+def _in_calls(jaxpr: Any, finders: Sequence[Finder]) -> Iterator[Match]:
+    """The calls of ``jit`` and ``jax.checkpoint`` inside which something is found."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in _CALLS or compat.consts_of(eqn.params["jaxpr"]):
+            continue
+        if (inner := substituted(eqn.params["jaxpr"], finders)) is not None:
+            yield Match(inner.__name__, _Call(eqn, inner), tuple(eqn.invars), tuple(eqn.outvars))
+
+
+def _in_order(jaxpr: Any, matches: Sequence[Match]) -> list[Any]:
     """Places, and the equations that are needed beside them, each after what it reads."""
-    nodes = [*jaxpr.eqns, *places]
-    maker = {var: i for i, node in enumerate(nodes) for var in node.outvars}  # places last, so that they count
+    nodes = [*jaxpr.eqns, *matches]
+    maker = {var: i for i, node in enumerate(nodes) for var in node.outvars}  # matches last, so that they count
     order: graphlib.TopologicalSorter[int] = graphlib.TopologicalSorter()
     waiting, needed = [maker[var] for var in _variables(jaxpr.outvars) if var in maker], set()
     while waiting:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dynaflow_jax.errors import DynaFlowError
-from dynaflow_jax.substitution import Place
+from dynaflow_jax.substitution import Match
 from pallas_kernels import add_rms_norm, grouped_matmul, measured, recognition, rms_norm
 
 
@@ -40,20 +40,20 @@ class Kernels:
 
     def __post_init__(self) -> None:
         for name in self.only:
-            if name not in _PLACES:
-                raise DynaFlowError(f"There is no kernel {name!r} to use in place; there are {', '.join(_PLACES)}.")
+            if name not in _MATCHERS:
+                raise DynaFlowError(f"There is no kernel {name!r} to use in place; there are {', '.join(_MATCHERS)}.")
 
     def __repr__(self) -> str:
         given = [f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self)]
         return f"Kernels({', '.join(text for text in given if not text.endswith(('=()', '=False')))})"
 
-    def __call__(self, jaxpr: Any) -> Iterator[Place]:
-        """The places of an open jaxpr where one of the kernels should be used."""
-        for name in self.only or _PLACES:
-            module, find = _PLACES[name]
-            for place in find(jaxpr, self.interpret):
-                if self._is_worthwhile(module, name, [var.aval for var in place.invars]):
-                    yield place
+    def __call__(self, jaxpr: Any) -> Iterator[Match]:
+        """The parts of an open jaxpr that one of the kernels should compute."""
+        for name in self.only or _MATCHERS:
+            module, find = _MATCHERS[name]
+            for match in find(jaxpr, self.interpret):
+                if self._is_worthwhile(module, name, [var.aval for var in match.invars]):
+                    yield match
 
     def _is_worthwhile(self, module: Any, name: str, avals: list[Any]) -> bool:
         if self.interpret:
@@ -64,23 +64,23 @@ class Kernels:
         return self.everywhere or measured.worthwhile(name, kind, module.key(*avals))
 
 
-def _sums_and_norms(jaxpr: Any, interpret: bool) -> Iterator[Place]:
+def _sums_and_norms(jaxpr: Any, interpret: bool) -> Iterator[Match]:
     for found in recognition.norms(jaxpr):
         if found.terms:
             fn = functools.partial(add_rms_norm.add_rms_norm, eps=found.eps, interpret=interpret)
-            yield Place("add_rms_norm", fn, (*found.terms, found.weight), (found.normed, found.x))
+            yield Match("add_rms_norm", fn, (*found.terms, found.weight), (found.normed, found.x))
 
 
-def _norms(jaxpr: Any, interpret: bool) -> Iterator[Place]:
+def _norms(jaxpr: Any, interpret: bool) -> Iterator[Match]:
     for found in recognition.norms(jaxpr):
 
         def norm(x: jax.Array, weight: jax.Array, eps: float = found.eps) -> tuple[jax.Array]:
             return (rms_norm.rms_norm(x, weight, eps=eps, interpret=interpret),)
 
-        yield Place("rms_norm", norm, (found.x, found.weight), (found.normed,))
+        yield Match("rms_norm", norm, (found.x, found.weight), (found.normed,))
 
 
-def _grouped(jaxpr: Any, interpret: bool) -> Iterator[Place]:
+def _grouped(jaxpr: Any, interpret: bool) -> Iterator[Match]:
     def product(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple[jax.Array]:
         result = grouped_matmul.grouped_matmul(x, weights, sizes, interpret=interpret)
         # Rows of no group are zeros for ragged_dot; the kernel leaves them as they are. XLA fuses this into what reads.
@@ -88,10 +88,10 @@ def _grouped(jaxpr: Any, interpret: bool) -> Iterator[Place]:
         return (jnp.where(in_a_group, result, jnp.zeros_like(result)),)
 
     for found in recognition.grouped_matmuls(jaxpr):
-        yield Place("grouped_matmul", product, (found.x, found.weights, found.sizes), (found.product,))
+        yield Match("grouped_matmul", product, (found.x, found.weights, found.sizes), (found.product,))
 
 
-_PLACES: dict[str, tuple[Any, Callable[[Any, bool], Iterator[Place]]]] = {
+_MATCHERS: dict[str, tuple[Any, Callable[[Any, bool], Iterator[Match]]]] = {
     "add_rms_norm": (add_rms_norm, _sums_and_norms),
     "rms_norm": (rms_norm, _norms),
     "grouped_matmul": (grouped_matmul, _grouped),

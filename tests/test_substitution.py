@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynaflow_jax import compat
-from dynaflow_jax.substitution import Dataflow, Place, substituted
+from dynaflow_jax.substitution import Dataflow, Match, substituted
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 
@@ -23,7 +23,7 @@ def every(primitive, fn, name="mine"):
     def find(jaxpr):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == primitive:
-                yield Place(name, lambda *args: (fn(*args),), tuple(eqn.invars), tuple(eqn.outvars))
+                yield Match(name, lambda *args: (fn(*args),), tuple(eqn.invars), tuple(eqn.outvars))
 
     return find
 
@@ -52,7 +52,7 @@ def test_what_only_a_replaced_part_needed_is_not_computed():
         flow = Dataflow(jaxpr)
         (last,) = jaxpr.outvars
         assert flow.made_by(last, "tanh")
-        yield Place("all", lambda x: (jnp.tanh(jnp.sin(x)),), tuple(jaxpr.invars), (last,))
+        yield Match("all", lambda x: (jnp.tanh(jnp.sin(x)),), tuple(jaxpr.invars), (last,))
 
     fun = substituted(traced(lambda x: jnp.tanh(jnp.sin(x)), X), [whole])
     assert fun.eqns == []
@@ -69,9 +69,21 @@ def test_the_first_place_of_a_value_counts():
 def test_a_place_that_needs_what_it_gives_is_not_used():
     def around(jaxpr):  # sin and tanh, and cos between them from outside
         sin, cos, tanh = jaxpr.eqns
-        yield Place("no", lambda *args: args, (sin.invars[0], cos.outvars[0]), (sin.outvars[0], tanh.outvars[0]))
+        yield Match("no", lambda *args: args, (sin.invars[0], cos.outvars[0]), (sin.outvars[0], tanh.outvars[0]))
 
     assert substituted(traced(lambda x: jnp.tanh(jnp.cos(jnp.sin(x))), X), [around]) is None
+
+
+@pytest.mark.parametrize("call", [jax.jit, jax.checkpoint])
+def test_calls_are_looked_into_and_stay_calls(call):
+    inner = call(lambda x, y: (jnp.tanh(x) + y, y * 2.0))
+    jaxpr = traced(lambda x: inner(x, inner(x, 3.0)[1]), X)
+    fun = substituted(jaxpr, [every("tanh", lambda x: jnp.tanh(x) + 1.0)])
+    np.testing.assert_allclose(fun(X)[0], jnp.tanh(X) + 7.0, rtol=1e-6)
+    names = [eqn.primitive.name for eqn in traced(fun, X).eqns]
+    assert set(names) == {eqn.primitive.name for eqn in jaxpr.eqns}
+    assert fun.__name__ == "mine"
+    assert sum(kernel.name == "mine" for kernel in fun.kernels({})) == 2
 
 
 def test_effects_keep_their_order():
@@ -132,7 +144,7 @@ def test_any_part_can_be_replaced(program):
                     env.update(zip(eqn.outvars, compat.bind(eqn, *(env[v] for v in eqn.invars)), strict=True))
                 return tuple(env[var] for eqn in eqns for var in eqn.outvars)
 
-            yield Place("part", together, read, tuple(given))
+            yield Match("part", together, read, tuple(given))
 
     x, y = np.float32([0.5, -1.5]), np.float32([2.0, 0.25])
     jaxpr = traced(fun, x, y)

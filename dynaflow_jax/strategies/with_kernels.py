@@ -22,7 +22,7 @@ class WithKernels(OpScheduler):
     Args:
       strategy: which splits the batch and orders the operators.
       kernels: what to look for: ``pallas_kernels.Kernels()``, or functions that take an open jaxpr and return
-        ``dynaflow_jax.substitution.Place``s.
+        ``dynaflow_jax.substitution.Match``es.
 
     Raises:
       DynaFlowError: if ``strategy`` makes no schedule, or a kernel cannot be called.
