@@ -100,17 +100,16 @@ class Substituted:
         """
         read = {var for match in self.matches for var in _variables(match.invars)}
         own = cost.itemized(self.eqns, [*self._jaxpr.outvars, *read], axes)
-        left = set(map(id, self.eqns))
+        calls = [match.fn for match in self.matches if isinstance(match.fn, _Call)]
+        parts = [match for match in self.matches if not isinstance(match.fn, _Call)]
+        left = set(map(id, (*self.eqns, *(call.eqn for call in calls))))
         replaced = [eqn for eqn in self._jaxpr.eqns if id(eqn) not in left]
         flops = sum(kernel.flops * kernel.count for kernel in cost.itemized(replaced, (), axes))
-        for match in self.matches:
-            if isinstance(match.fn, _Call):
-                own += match.fn.inner.kernels(axes)
-                continue
+        for match in parts:
             moved = sum(cost.bytes_of(var.aval) for var in (*_variables(match.invars), *match.outvars))
             dtype = match.outvars[0].aval.dtype
-            own.append(Kernel(match.name, flops / len(self.matches), moved, dtype.name, dtype.itemsize))
-        return own
+            own.append(Kernel(match.name, flops / len(parts), moved, dtype.name, dtype.itemsize))
+        return own + [kernel for call in calls for kernel in call.inner.kernels(axes)]
 
 
 def substituted(jaxpr: Any, finders: Iterable[Finder]) -> Substituted | None:

@@ -180,6 +180,18 @@ def test_flags_say_otherwise_than_the_function(run):
     assert "rules" not in done(run("plan", "toy_cli:Holder.inner", *SPLIT, "--backend=xla"))
 
 
+def test_with_kernels(run):
+    """Whatever schedules the function, with kernels in it; on CPU none is used."""
+    example = ["--args", "toy_cli:example", "--kernels"]
+    assert "Plan of WithKernels(NanoFlow(micro_batches=2), Kernels())" in done(run("plan", *FLOW, "--kernels"))
+    out = done(run("explain", "toy_cli:switched", *example))
+    assert "WithKernels(Sequential(), Kernels())" in out
+    assert "WithKernels(NanoFlow(micro_batches=2), Kernels())" in out
+    for target in ("toy_cli:automatic", "toy_cli:step"):
+        assert "unscheduled" in done(run("tune", target, *example, "--budget_s", "1"))
+    assert "WithKernels(" in done(run("bench", *FLOW, "--kernels", "--budget_s", "0.1"))
+
+
 def test_what_flags_do_not_say_stays(run):
     """Rules too, tuples among them."""
     import toy_cli
