@@ -17,6 +17,7 @@ from pallas_kernels import (
     matmul_reduce_scatter,
     matmul_silu,
     persistent_matmul,
+    rms_norm,
 )
 
 TIMES = 20
@@ -57,6 +58,14 @@ def test_add_rms_norm(rows, width, partials):
     args = (x, residual, normal(9, width), *rest)
     needs(add_rms_norm.supports(*args))
     check(add_rms_norm, add_rms_norm.add_rms_norm, args)
+
+
+@pytest.mark.parametrize("rows", [1, 300, 5000])
+@pytest.mark.parametrize("width", [128, 4096, 5120])
+def test_rms_norm(rows, width):
+    args = normal(0, rows, width), normal(9, width)
+    needs(rms_norm.supports(*args))
+    check(rms_norm, rms_norm.rms_norm, args)
 
 
 @pytest.mark.parametrize("tiles", persistent_matmul.TILES)
