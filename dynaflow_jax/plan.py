@@ -24,6 +24,7 @@ from dynaflow_jax.errors import DynaFlowError, PlanError, ScheduleError
 from dynaflow_jax.graph import OpGraph
 from dynaflow_jax.schedule import InputInfo, OpRef, OpScheduler, ScheduleContext, Step
 from dynaflow_jax.simulate import simulate
+from dynaflow_jax.substitution import Substituted
 from dynaflow_jax.timeline import Timeline
 from dynaflow_jax.visualize import to_html
 
@@ -284,35 +285,7 @@ def _replay(steps: tuple[Step, ...], region: Region, info: InputInfo) -> None:
     def enter(body: Region, steps: tuple[Step, ...]) -> tuple[Step, ...]:
         inner: list[Step] = []
         ctx = ScheduleContext(body, info, lambda region: enter(region, inner[-1].body or ()))
-        ops = {op.ref: op for op in ctx.all_ops()}
-        for index, step in enumerate(steps):
-            inner.append(step)
-            if unknown := [ref for ref in step.operators if ref not in ops]:
-                raise PlanError(f"step {index} runs {unknown[0]}, which the function does not have.")
-            if bad := [i for i in step.after if not 0 <= i < index]:
-                raise PlanError(f"step {index} ({step}) waits for step {bad[0]}, which does not come before it.")
-            after = [ctx.steps[i] for i in step.after]
-            try:
-                made = ctx.execute(
-                    [ops[ref] for ref in step.operators],
-                    stream=step.stream,
-                    fn=step.fn,
-                    after=after,
-                    priority=step.priority,
-                    sm_budget=step.sm_budget,
-                )
-            except DynaFlowError:
-                raise
-            except Exception as error:
-                if step.fn is None:
-                    raise
-                raise PlanError(
-                    f"step {index} ({step}): the function in place of the operators failed: {error}"
-                ) from error
-            if made.reads != step.reads:
-                raise PlanError(f"step {index} ({step}) says it reads steps {step.reads}; it reads {made.reads}.")
-            if (made.body is None) != (step.body is None):
-                raise PlanError(f"step {index} ({step}) has steps inside, and should not, or the other way round.")
+        _execute(steps, ctx, inner.append)
         ctx.check_complete()
         return ctx.steps
 
@@ -322,6 +295,39 @@ def _replay(steps: tuple[Step, ...], region: Region, info: InputInfo) -> None:
         raise
     except DynaFlowError as error:
         raise PlanError(str(error)) from error
+
+
+def _execute(
+    steps: tuple[Step, ...], ctx: ScheduleContext, begin: Callable[[Step], object] = lambda step: None
+) -> None:
+    """Executes a region's steps; ``begin`` is told each of them before."""
+    ops = {op.ref: op for op in ctx.all_ops()}
+    for index, step in enumerate(steps):
+        begin(step)
+        if unknown := [ref for ref in step.operators if ref not in ops]:
+            raise PlanError(f"step {index} runs {unknown[0]}, which the function does not have.")
+        if bad := [i for i in step.after if not 0 <= i < index]:
+            raise PlanError(f"step {index} ({step}) waits for step {bad[0]}, which does not come before it.")
+        after = [ctx.steps[i] for i in step.after]
+        try:
+            made = ctx.execute(
+                [ops[ref] for ref in step.operators],
+                stream=step.stream,
+                fn=step.fn,
+                after=after,
+                priority=step.priority,
+                sm_budget=step.sm_budget,
+            )
+        except DynaFlowError:
+            raise
+        except Exception as error:
+            if step.fn is None:
+                raise
+            raise PlanError(f"step {index} ({step}): the function in place of the operators failed: {error}") from error
+        if made.reads != step.reads:
+            raise PlanError(f"step {index} ({step}) says it reads steps {step.reads}; it reads {made.reads}.")
+        if (made.body is None) != (step.body is None):
+            raise PlanError(f"step {index} ({step}) has steps inside, and should not, or the other way round.")
 
 
 class Replay(OpScheduler):
@@ -340,6 +346,16 @@ class Replay(OpScheduler):
                 "Make a plan for this batch."
             )
         return sizes
+
+    def schedule(self, ctx: ScheduleContext) -> None:
+        """The plan's steps, or those of the loop that this is the body of."""
+        steps = self.plan.steps
+        for loop in ctx.path:
+            inside = [step.body for step in steps if step.body is not None and step.operators[0].key == loop]
+            if not inside:
+                raise PlanError(f"The plan has no steps inside {loop}, which the function has.")
+            steps = inside[0]
+        _execute(steps, ctx)
 
     def __repr__(self) -> str:
         return self.plan.strategy
@@ -367,6 +383,8 @@ def _step_to_json(step: Step) -> dict[str, Any]:
 
 def _function_name(fn: Callable[..., Any], step: Step) -> str:
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
+    if isinstance(fn, Substituted):
+        raise PlanError(f"The plan cannot be saved: {step} is made of its operators. Save the plan without kernels.")
     if not module or not name or "<" in name:
         raise PlanError(
             f"The plan cannot be saved: {step} is replaced by {fn!r}, which has no name to find it by. "

@@ -79,6 +79,9 @@ class Substituted:
         self.eqns = [step for step in self._steps if not isinstance(step, Match)]
         self.__name__ = "+".join(dict.fromkeys(match.name for match in self.matches))
 
+    def __repr__(self) -> str:
+        return f"Substituted({self.__name__})"
+
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """The jaxpr's outputs, from its inputs."""
         env: dict[Any, Any] = dict(zip(self._jaxpr.invars, args, strict=True))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dynaflow_jax.errors import DynaFlowError
+from dynaflow_jax.plan import Plan, Replay
 from dynaflow_jax.schedule import InputInfo, OpScheduler, ScheduleContext, ScheduledOperator, Step
 from dynaflow_jax.substitution import Finder, substituted
 
@@ -13,14 +14,17 @@ class WithKernels(OpScheduler):
 
     A fused kernel such as TokenWeave's sum, residual and norm (arXiv 2505.11329, section 4) is a few equations in the
     middle of an operator, whatever that is called and however it was cut. So this looks into every operator that the
-    strategy executes, for what the kernels say they can compute. Operators that the strategy merges over micro-batches
-    or replaces itself run as it says. Kernels have derivatives for ``jax.grad``, not for ``jax.jvp``::
+    strategy executes, for what the kernels say they can compute::
 
         import pallas_kernels
         scheduler = df.strategies.WithKernels(df.strategies.NanoFlow(), pallas_kernels.Kernels())
 
+    Operators that the strategy merges over micro-batches or replaces itself run as it says. A plan with kernels cannot
+    be saved as JSON, since what is left of an operator beside a kernel has no name: save the strategy's own, and run
+    that with kernels. Kernels have derivatives for ``jax.grad``, not for ``jax.jvp``.
+
     Args:
-      strategy: which splits the batch and orders the operators.
+      strategy: which splits the batch and orders the operators; or a plan, to run again.
       kernels: what to look for: ``pallas_kernels.Kernels()``, or functions that take an open jaxpr and return
         ``dynaflow_jax.substitution.Match``es.
 
@@ -28,7 +32,9 @@ class WithKernels(OpScheduler):
       DynaFlowError: if ``strategy`` makes no schedule, or a kernel cannot be called.
     """
 
-    def __init__(self, strategy: OpScheduler, kernels: Finder | Iterable[Finder]):
+    def __init__(self, strategy: OpScheduler | Plan, kernels: Finder | Iterable[Finder]):
+        if isinstance(strategy, Plan):
+            strategy = Replay(strategy)
         if not isinstance(strategy, OpScheduler):
             raise DynaFlowError(f"WithKernels takes a strategy that makes one plan, not {strategy!r}.")
         finders: Iterable[Any] = (kernels,) if callable(kernels) else kernels

@@ -50,6 +50,21 @@ X = jax.random.normal(jax.random.key(0), (4, 8, WIDTH))
 PARAMS = MODEL.init(jax.random.key(1), X)
 
 
+def loop(weight, x):
+    def layer(carry, w):
+        h, residual = carry
+        total = h + residual
+        with df.mark("norm"):
+            h = total * jax.lax.rsqrt(jnp.mean(total**2, -1, keepdims=True) + 1e-6) * w
+        with df.mark("sin"):
+            h = jnp.sin(h)
+        return (h, total), None
+
+    with df.mark("before"):
+        x = jnp.cos(x)
+    return jax.lax.scan(layer, (x, jnp.ones_like(x)), weight)[0]
+
+
 def flow_of(scheduler, fun=MODEL.apply, **options):
     return df.dynaflow(fun, scheduler=scheduler, batch_axes=(None, 0), **options)
 
@@ -100,20 +115,10 @@ def test_a_training_step_is_scheduled_as_it_would_be_without():
 
 
 def test_in_the_body_of_a_loop():
-    def fun(weight, x):
-        def layer(carry, w):
-            h, residual = carry
-            total = h + residual
-            with df.mark("norm"):
-                h = total * jax.lax.rsqrt(jnp.mean(total**2, -1, keepdims=True) + 1e-6) * w
-            return (jnp.sin(h), total), None
-
-        return jax.lax.scan(layer, (x, jnp.ones_like(x)), weight)[0]
-
     weight = jnp.ones((3, WIDTH))
     for unroll in (1, 3):
-        flow = flow_of(WithKernels(NanoFlow(), SIMULATED), fun, unroll=unroll)
-        for got, want in zip(jax.jit(flow)(weight, X), fun(weight, X), strict=True):
+        flow = flow_of(WithKernels(NanoFlow(), SIMULATED), loop, unroll=unroll)
+        for got, want in zip(jax.jit(flow)(weight, X), loop(weight, X), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -222,6 +227,25 @@ def test_a_plan_with_kernels_is_simulated_with_what_they_move():
 def test_a_plan_with_kernels_says_that_it_cannot_be_saved():
     with pytest.raises(df.PlanError, match="add_rms_norm"):
         flow_of(WithKernels(Sequential(), SIMULATED)).plan(PARAMS, X).to_json()
+
+
+@pytest.mark.parametrize(("fun", "first"), [(MODEL.apply, PARAMS), (loop, jnp.ones((3, WIDTH)))], ids=["flat", "loop"])
+def test_a_saved_plan_runs_with_kernels(fun, first):
+    saved = flow_of(NanoFlow(), fun).plan(first, X)
+    again = df.Plan.from_json(saved.to_json())
+    flow = flow_of(WithKernels(again, SIMULATED), fun)
+    plan = flow.plan(first, X)
+    steps = [(step.operators, step.stream, step.reads) for step in plan.steps]
+    assert steps == [(step.operators, step.stream, step.reads) for step in saved.steps]
+    assert replaced(plan) or any(inner.fn is not None for step in plan.steps for inner in step.body or ())
+    for got, want in zip(jax.tree.leaves(jax.jit(flow)(first, X)), jax.tree.leaves(fun(first, X)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_plan_of_something_else_is_refused():
+    saved = flow_of(NanoFlow(), loop).plan(jnp.ones((3, WIDTH)), X)
+    with pytest.raises(df.PlanError, match="which the function does not have"):
+        flow_of(WithKernels(saved, SIMULATED)).plan(PARAMS, X)
 
 
 def test_a_place_that_returns_something_else_is_named():
