@@ -59,6 +59,8 @@ def _norm(flow: Dataflow, root: Any) -> Norm | None:
     scaled = None if compat.is_literal(x) else _scaled(flow, root, x, inside)
     if scaled is None or any(flow.only_reader(eqn.outvars[0]) is None for eqn in inside[:-1]):
         return None
+    if not all(_stays_with_its_row(eqn, x.aval.shape) for eqn in inside if eqn.primitive.name in _LAYOUTS):
+        return None
     weight, normed = scaled
     if (normed.aval.shape, normed.aval.dtype) != (x.aval.shape, x.aval.dtype):
         return None
@@ -164,6 +166,16 @@ def _bare(flow: Dataflow, atom: Any, inside: list[Any]) -> Any:
     return atom
 
 
+def _stays_with_its_row(eqn: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a number for each row of an array of a shape is still for the same row in an equation's result.
+
+    In a square array it could as well have become one for each column.
+    """
+    if eqn.outvars[0].aval.shape not in (shape[:-1], (*shape[:-1], 1), shape):
+        return False
+    return eqn.params.get("broadcast_dimensions") in (None, tuple(range(eqn.invars[0].aval.ndim)))
+
+
 def _row(flow: Dataflow, atom: Any, width: int) -> Any | None:
     """The vector that an array holds in each of its rows."""
     while not compat.is_literal(atom) and atom.aval.shape != (width,):
@@ -188,11 +200,16 @@ def _keeps_rows(eqn: Any, width: int) -> bool:
 
 def _number(flow: Dataflow, atom: Any) -> float | None:
     """The number that a value is, everywhere; ``None`` if it is not known."""
+    dtypes: list[Any] = []  # that it was converted to, the last one first
     while (eqn := flow.made_by(atom, *_LAYOUTS, "convert_element_type")) is not None:
+        dtypes += [eqn.params["new_dtype"]] if "new_dtype" in eqn.params else []
         atom = eqn.invars[0]
     if not compat.is_literal(atom) or np.ndim(atom.val):
         return None
-    return float(atom.val)
+    value = np.asarray(atom.val)
+    for dtype in reversed(dtypes):
+        value = value.astype(dtype)
+    return float(value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -161,6 +161,37 @@ def test_others_are_left_alone(what):
     assert list(recognition.norms(jax.make_jaxpr(OTHERS[what])(*args).jaxpr)) == []
 
 
+SQUARE = {
+    "of the column, broadcast": lambda x: jax.lax.rsqrt(jnp.mean(x * x, -1) + EPS),
+    "of the column, reshaped": lambda x: jax.lax.rsqrt(jnp.mean(x * x, -1).reshape(1, -1) + EPS),
+    "of the column, reshaped last": lambda x: jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + EPS).reshape(1, -1),
+}
+
+
+@pytest.mark.parametrize("what", SQUARE)
+def test_rows_of_a_square_array_are_not_scaled_by_their_columns(what):
+    args = jnp.ones(WIDTH), jax.random.normal(KEYS[0], (WIDTH, WIDTH))
+    jaxpr = jax.make_jaxpr(lambda w, x: x * SQUARE[what](x) * w)(*args)
+    assert list(recognition.norms(jaxpr.jaxpr)) == []
+
+
+def test_rows_of_a_square_array_are_recognized():
+    args = jnp.ones(WIDTH), jax.random.normal(KEYS[0], (WIDTH, WIDTH))
+    for norm in NORMS:
+        if norm is not mapped:  # of three axes
+            assert len(list(recognition.norms(jax.make_jaxpr(norm("float32"))(*args).jaxpr))) == 1
+
+
+@pytest.mark.parametrize(("dtype", "eps"), [("bfloat16", float(jnp.bfloat16(0.3))), ("int32", 0.0), ("float32", 0.3)])
+def test_epsilon_is_what_its_conversions_leave(dtype, eps):
+    def norm(weight, x):
+        given = jax.lax.convert_element_type(jax.lax.convert_element_type(0.3, dtype), jnp.float32)
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + given) * weight
+
+    (found,) = recognition.norms(jax.make_jaxpr(norm)(jnp.ones(WIDTH), rows(KEYS[0], "float32")).jaxpr)
+    assert found.eps == pytest.approx(eps, rel=1e-6)
+
+
 def test_a_training_step_keeps_what_its_backward_pass_reads():
     args = jnp.ones(WIDTH), rows(KEYS[0], "bfloat16"), rows(KEYS[1], "bfloat16")
     step = jax.grad(lambda *args: layer(with_rsqrt("bfloat16"))(*args)[0].astype(jnp.float32).sum())
