@@ -171,7 +171,7 @@ def _in_calls(jaxpr: Any, finders: Sequence[Finder]) -> Iterator[Match]:
 
 
 def _in_order(jaxpr: Any, matches: Sequence[Match]) -> list[Any]:
-    """Places, and the equations that are needed beside them, each after what it reads."""
+    """Matches, and the equations that are needed beside them, each after what it reads."""
     nodes = [*jaxpr.eqns, *matches]
     maker = {var: i for i, node in enumerate(nodes) for var in node.outvars}  # matches last, so that they count
     order: graphlib.TopologicalSorter[int] = graphlib.TopologicalSorter()

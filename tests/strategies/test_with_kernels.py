@@ -248,7 +248,7 @@ def test_a_plan_of_something_else_is_refused():
         flow_of(WithKernels(saved, SIMULATED)).plan(PARAMS, X)
 
 
-def test_a_place_that_returns_something_else_is_named():
+def test_a_match_that_returns_something_else_is_named():
     def wrong(jaxpr):
         for match in SIMULATED(jaxpr):
             yield Match("wrong", lambda *args: (args[0][:1], args[1]), match.invars, match.outvars)
