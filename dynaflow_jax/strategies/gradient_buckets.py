@@ -1,6 +1,7 @@
 """Gradient buckets: in a data-parallel training step, gradients are reduced while the backward pass goes on."""
 
 from dynaflow_jax.schedule import OpScheduler, ScheduleContext, ScheduledOperator
+from dynaflow_jax.strategies.updates import reductions, updates
 
 
 class GradientBuckets(OpScheduler):
@@ -8,41 +9,44 @@ class GradientBuckets(OpScheduler):
 
     After PyTorch's DistributedDataParallel (arXiv 2006.15704, sections 3.2.2 and 3.2.3) and the tensor fusion of
     Horovod (arXiv 1802.05799): the last layers' gradients are there first, and need not wait for the others'; small
-    ones wait for each other, since a collective takes some time however small it is.
+    ones wait for each other, since a collective takes some time however small it is. Weights are updated in the order
+    in which their gradients arrive, so that the last buckets travel behind the first updates.
 
     What counts as a gradient's reduction is a collective that nothing in the backward pass depends on. It has to be an
     operator of its own: ``df.collectives.all_reduce``, or ``rules=[df.SplitFunc("psum")]`` for those that ``jax.grad``
-    makes of replicated parameters. Schedule the whole step, ``jax.value_and_grad`` included. Layers in a
-    ``jax.lax.scan`` have their gradients all at its end, and nothing to hide them behind.
+    makes of replicated parameters. Schedule the whole step, ``jax.value_and_grad`` included, and mark each layer's
+    update, or all of them wait for the last gradient. Layers in a ``jax.lax.scan`` have their gradients all at its end,
+    and nothing to hide them behind.
 
     Args:
       bucket_bytes: a bucket is reduced once its gradients have this many bytes together (by default 25 MiB, as in
         PyTorch), or when the backward pass is over.
+      update_stream: where weights are updated: when the backward pass is over, on its stream, ``"compute"``; or on a
+        stream of another name, beside it.
     """
 
-    def __init__(self, bucket_bytes: int = 25 << 20):
+    def __init__(self, bucket_bytes: int = 25 << 20, update_stream: str = "compute"):
         self.bucket_bytes = bucket_bytes
+        self.update_stream = update_stream
 
     def schedule(self, ctx: ScheduleContext) -> None:
-        """Full buckets first, then compute; a bucket that does not fill up goes when nothing else is left."""
-        gradients = _reductions(ctx)
+        """Full buckets first, then compute; a bucket that does not fill up goes when the backward pass is over."""
+        gradients = reductions(ctx)
+        waits = updates(ctx, gradients)
+        sent: dict[int, int] = {}  # the reductions under way, in their order
         while ops := ctx.get_ready_ops():
             bucket = [op for op in ops if op.index in gradients]
-            rest = [op for op in ops if op.index not in gradients]
-            if bucket and (not rest or sum(map(_bytes, bucket)) >= self.bucket_bytes):
+            behind = [op for op in ops if op.index in waits]
+            backward = [op for op in ops if op.index not in gradients and op.index not in waits]
+            if bucket and (not backward or sum(map(_bytes, bucket)) >= self.bucket_bytes):
                 ctx.execute(bucket, stream="network")
-            else:
-                op = min(rest, key=lambda op: (op.bound != "network", op.index))
+                sent |= {op.index: len(sent) for op in bucket}
+            elif backward:
+                op = min(backward, key=lambda op: (op.bound != "network", op.index))
                 ctx.execute(op, stream="network" if op.bound == "network" else "compute")
-
-
-def _reductions(ctx: ScheduleContext) -> set[int]:
-    """The indices of the collectives that no operator of the backward pass depends on."""
-    needed = set()  # what the backward pass depends on, and the backward pass
-    for op in reversed(ctx.graph.operators):
-        if any(i in needed or ctx.graph[i].phase != "forward" for i in ctx.graph.successors[op.index]):
-            needed.add(op.index)
-    return {op.index for op in ctx.graph if op.bound == "network" and op.index not in needed}
+            else:
+                op = min(behind, key=lambda op: (max(map(sent.__getitem__, waits[op.index])), op.index))
+                ctx.execute(op, stream=self.update_stream)
 
 
 def _bytes(op: ScheduledOperator) -> int:

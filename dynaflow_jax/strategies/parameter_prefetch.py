@@ -1,6 +1,9 @@
 """Parameter prefetch: in a fully sharded training step, parameters are gathered shortly before they are used."""
 
+from collections.abc import Mapping
+
 from dynaflow_jax.schedule import OpScheduler, ScheduleContext, ScheduledOperator
+from dynaflow_jax.strategies.updates import reductions, updates
 
 
 class ParameterPrefetch(OpScheduler):
@@ -8,7 +11,8 @@ class ParameterPrefetch(OpScheduler):
 
     After PyTorch's FullyShardedDataParallel (arXiv 2304.11277, sections 3.3.1 to 3.3.3, and the rate limiter of
     section 3.4): a parameter is gathered during the compute before it, forward and backward, and not earlier, so that
-    only a few whole parameters are in memory at a time.
+    only a few whole parameters are in memory at a time. Parameters are updated when the backward pass is over, in the
+    order in which it made their gradients, so that the last gradients travel behind the first updates.
 
     What counts as a parameter's gather is a collective that reads nothing but inputs of the function:
     ``df.collectives.all_gather`` of a shard. A ``jax.custom_vjp`` whose backward pass gathers again has that prefetched
@@ -17,17 +21,21 @@ class ParameterPrefetch(OpScheduler):
 
     Args:
       ahead: how many operators before its first use a parameter's gather may start; 0 does not prefetch.
+      update_stream: where parameters are updated: when the backward pass is over, on its stream, ``"compute"``; or on a
+        stream of another name, beside it.
     """
 
-    def __init__(self, ahead: int = 1):
+    def __init__(self, ahead: int = 1, update_stream: str = "compute"):
         if type(ahead) is not int or ahead < 0:
             raise ValueError(f"ParameterPrefetch needs a whole number of operators, not {ahead=}.")
         self.ahead = ahead
+        self.update_stream = update_stream
 
     def schedule(self, ctx: ScheduleContext) -> None:
-        """Program order; before each operator, gathers what is first used up to ``ahead`` operators later."""
-        compute = [op for op in ctx.all_ops() if op.bound != "network"]
+        """Program order, but updates last; before each operator, gathers what is used ``ahead`` operators later."""
         gathers = [op for op in ctx.all_ops() if op.bound == "network" and not op.predecessors]
+        waits = _updates(ctx, gathers)
+        compute = sorted((op for op in ctx.all_ops() if op.bound != "network"), key=lambda op: _place(ctx, op, waits))
         first_use = {gather: _first_use(ctx, gather, compute) for gather in gathers}
         last = ()
         for position, op in enumerate(compute):
@@ -36,9 +44,22 @@ class ParameterPrefetch(OpScheduler):
                 gathers.remove(gather)
                 ctx.execute(gather, stream="network", after=last)
             _communicate(ctx, gathers)
-            last = ctx.execute(op)
+            last = ctx.execute(op, stream=self.update_stream if op.index in waits else "compute")
             _communicate(ctx, gathers)
         _communicate(ctx, [])
+
+
+def _updates(ctx: ScheduleContext, gathers: list[ScheduledOperator]) -> Mapping[int, frozenset[int]]:
+    """The operators behind the reductions of gradients, and of which ones each; none without a backward pass."""
+    if all(op.phase == "forward" for op in ctx.graph):
+        return {}
+    return updates(ctx, reductions(ctx) - {op.index for op in gathers})
+
+
+def _place(ctx: ScheduleContext, op: ScheduledOperator, waits: Mapping[int, frozenset[int]]) -> tuple[int, int]:
+    """By what to sort: program order, but updates last and in the order in which their gradients are made."""
+    made = (max(ctx.graph[i].predecessors, default=-1) for i in waits.get(op.index, ()))
+    return max(made, default=-1), op.index
 
 
 def _first_use(ctx: ScheduleContext, gather: ScheduledOperator, compute: list[ScheduledOperator]) -> int:
