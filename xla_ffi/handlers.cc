@@ -1,6 +1,7 @@
 #include "xla_ffi/handlers.h"
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "xla_ffi/capture.h"
@@ -93,6 +94,14 @@ Status CaptureEnd(cuda::Stream stream, const ffi::RemainingArgs& args) {
   return Captures::Global().End(*driver, stream, outputs);
 }
 
+Status CopyCuda(cuda::Stream stream, ffi::AnyBuffer from, ffi::AnyBuffer to) {
+  if (from.size_bytes() == 0) return {};
+  DYNAFLOW_ASSIGN(const cuda::Driver* driver, cuda::Driver::Get());
+  const auto address = [](ffi::AnyBuffer x) { return reinterpret_cast<cuda::DevicePtr>(x.untyped_data()); };
+  DYNAFLOW_CUDA(*driver, MemcpyAsync, address(to), address(from), from.size_bytes(), stream);
+  return {};
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
@@ -133,5 +142,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
       return ToFfi(CaptureEnd(stream, args));
     },
     ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>().RemainingArgs().RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    DynaflowCopyCuda,
+    [](cuda::Stream stream, ffi::AnyBuffer from, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer> to) {
+      return ToFfi(CopyCuda(stream, from, *to));
+    },
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cuda::Stream>>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    DynaflowCopyHost,
+    [](ffi::AnyBuffer from, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer> to) {
+      if (from.size_bytes()) std::memcpy(to->untyped_data(), from.untyped_data(), from.size_bytes());
+      return ffi::Error::Success();
+    },
+    ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 
 }  // namespace dynaflow

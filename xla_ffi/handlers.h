@@ -14,4 +14,9 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(DynaflowDispatchHost);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(DynaflowCaptureBegin);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(DynaflowCaptureEnd);
 
+// dynaflow_copy(array, token) -> the same in memory of its own, made where the token is there. XLA drops or
+// moves copies that it sees through.
+XLA_FFI_DECLARE_HANDLER_SYMBOL(DynaflowCopyCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(DynaflowCopyHost);
+
 }  // namespace dynaflow

@@ -290,6 +290,8 @@ nb::list Handlers() {
   add("dynaflow_dispatch", "cpu", DynaflowDispatchHost);
   add("dynaflow_capture_begin", "CUDA", DynaflowCaptureBegin);
   add("dynaflow_capture_end", "CUDA", DynaflowCaptureEnd);
+  add("dynaflow_copy", "CUDA", DynaflowCopyCuda);
+  add("dynaflow_copy", "cpu", DynaflowCopyHost);
   return handlers;
 }
 

@@ -6,7 +6,7 @@ written in place must not be an input. Such copies belong into the capture, or r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,8 +24,8 @@ _VIEWS = frozenset(
 _IN_PLACE = frozenset(
     "dynamic_update_slice scatter scatter-add scatter-mul scatter-min scatter-max scatter_add".split()
 )
-_CALLS = frozenset("pjit jit closed_call core_call custom_jvp_call custom_vjp_call remat2 checkpoint".split())
-
+_REMAT = frozenset("remat remat2 checkpoint".split())  # opening one would let XLA share what it computes again
+_CALLS = frozenset("pjit jit closed_call core_call custom_jvp_call custom_vjp_call".split()) | _REMAT
 
 _TOKEN = jax.ShapeDtypeStruct((), np.int32)
 
@@ -79,7 +79,14 @@ def _evaluate(program: Any, args: Sequence[Any], started: jax.Array) -> list[Any
     """The function's results; views of inputs and constants are copied where they are given or written to."""
     jaxpr = compat.open_jaxpr(program)
     outside = _Outside(jaxpr, [True] * len(jaxpr.invars))
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    results = _values(jaxpr, program.consts, args, outside, started)
+    pairs = zip(jaxpr.outvars, results, strict=True)
+    return [_copied(value, started) if outside.has(atom) else value for atom, value in pairs]
+
+
+def _values(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], outside: _Outside, started: jax.Array) -> list[Any]:
+    """What a jaxpr computes, on copies of what would be written to."""
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
 
     def read(atom: Any) -> Any:
@@ -87,16 +94,44 @@ def _evaluate(program: Any, args: Sequence[Any], started: jax.Array) -> list[Any
 
     for eqn in jaxpr.eqns:
         values = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name in _IN_PLACE and outside.has(eqn.invars[0]):
-            values[0] = _copied(values[0], started)
-        env.update(zip(eqn.outvars, compat.bind(eqn, *values), strict=True))
-    return [_copied(read(atom), started) if outside.has(atom) else read(atom) for atom in jaxpr.outvars]
+        if (body := _body(eqn)) is not None:
+            inner = compat.open_jaxpr(body)
+            within = _Outside(inner, [outside.has(atom) for atom in eqn.invars])
+            results = _values(inner, compat.consts_of(body), values, within, started)
+        else:
+            for i in _written(eqn):
+                if outside.has(eqn.invars[i]):
+                    values[i] = _copied(values[i], started)
+            results = compat.bind(eqn, *values)
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _body(eqn: Any) -> Any:
+    """The jaxpr of a call that XLA does not see as one; ``None`` for whatever is no such call."""
+    if eqn.primitive.name in _CALLS - _REMAT:
+        for _, body in compat.sub_jaxprs(eqn):
+            inner = compat.open_jaxpr(body)
+            if len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars):
+                return body
+    return None
+
+
+def _written(eqn: Any) -> Sequence[int]:
+    """The operands in whose memory XLA computes results; not those of loops, which cannot be captured anyway."""
+    if eqn.primitive.name in _IN_PLACE:
+        return (0,)
+    aliases = eqn.params.get("input_output_aliases") or ()
+    return tuple(int(operand) for operand, _ in (aliases.items() if isinstance(aliases, Mapping) else aliases))
 
 
 def _copied(value: Any, started: jax.Array) -> Any:
     """A copy that XLA cannot take for its original, and can only make once the capture has begun."""
     value = jnp.asarray(value)
-    return jnp.where(started > 0, value, jax.lax.optimization_barrier(value))
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        bits = _copied(jax.random.key_data(value), started)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
+    return jax.ffi.ffi_call("dynaflow_copy", jax.ShapeDtypeStruct(value.shape, value.dtype))(value, started)
 
 
 class _Outside:

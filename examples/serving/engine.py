@@ -112,8 +112,9 @@ class Engine:
             return dict.fromkeys(("idle", "busy"), jit(fun))
         if self.schedule == "switch":
             plans = df.strategies.Switch([df.strategies.Sequential(), df.strategies.NanoFlow(2)], self._select)
-            return dict.fromkeys(("idle", "busy"), jit(df.dynaflow(fun, scheduler=plans, batch_axes=axes)))
-        flow = functools.partial(df.dynaflow, fun, scheduler=ByLoad(2), batch_axes=axes)
+            flow = df.dynaflow(fun, scheduler=plans, batch_axes=axes, donate_argnums=donated)
+            return dict.fromkeys(("idle", "busy"), jit(flow))
+        flow = functools.partial(df.dynaflow, fun, scheduler=ByLoad(2), batch_axes=axes, donate_argnums=donated)
         return {load: jit(flow(context=load)) for load in ("idle", "busy")}
 
     def _select(self, *args: Any) -> Any:

@@ -6,18 +6,21 @@ import numpy as np
 import pytest
 
 from dynaflow_jax.lowering import capture
+from dynaflow_jax.runtime import extension
+
+pytestmark = pytest.mark.skipif(extension.module is None, reason="the extension was not built")
 
 X, W = jnp.arange(12.0).reshape(3, 4), jnp.linspace(0, 1, 20).reshape(4, 5)
 
 
 def copies(fun, *args):
     """How many values are copied; the results must be the function's, whatever the token holds."""
+    extension.register()
     program = jax.make_jaxpr(fun)(*args)
     evaluate = lambda started: capture._evaluate(program, args, started)  # noqa: E731
     for started in (-1, 0, 1):
         jax.tree.map(np.testing.assert_array_equal, evaluate(jnp.int32(started)), list(fun(*args)))
-    count = lambda jaxpr: sum("select_n" in str(eqn) for eqn in jaxpr.eqns)  # noqa: E731
-    return count(jax.make_jaxpr(evaluate)(jnp.int32(0))) - count(program)
+    return str(jax.make_jaxpr(evaluate)(jnp.int32(0))).count("dynaflow_copy")
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,8 @@ def copies(fun, *args):
         (lambda x, w: list(jax.jit(lambda x, w: (x, x @ w, w.reshape(-1)))(x, w)), 2),
         (lambda x, w: list(jax.jit(lambda y, w: (y, w))(x + 1, w)), 1),
         (lambda x, w: [jax.checkpoint(lambda x: x.reshape(-1))(x), jnp.sin(x)], 1),
+        (lambda x, w: [jax.jit(lambda x: x.at[1].set(0.0))(x) + 1], 1),
+        (lambda x, w: [jax.jit(lambda x: jax.jit(lambda y: y.at[1].set(0.0))(x + 1))(x)], 0),
     ],
     ids=[
         "kernels",
@@ -49,6 +54,8 @@ def copies(fun, *args):
         "jit",
         "jit of a result",
         "checkpoint",
+        "scatter in a jit",
+        "scatter into a result in a jit",
     ],
 )
 def test_views_and_constants_are_copied_and_nothing_else(fun, expected):
@@ -59,6 +66,24 @@ def test_views_and_constants_are_copied_and_nothing_else(fun, expected):
 def test_copies_are_exact(dtype):
     x = (X * 7).astype(dtype)
     assert copies(lambda x: [x, x.reshape(-1)], x) == 2
+
+
+def test_an_operand_that_a_custom_call_writes_to_is_copied():
+    def fun(x):
+        same = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.ffi.ffi_call("writes", same, input_output_aliases={1: 0})(x + 1, x)
+
+    program = jax.make_jaxpr(fun)(X)
+    found = jax.make_jaxpr(lambda started: capture._evaluate(program, (X,), started))(jnp.int32(0))
+    assert str(found).count("dynaflow_copy") == 1
+
+
+def test_random_keys_are_copied():
+    key = jax.random.key(3)
+    program = jax.make_jaxpr(lambda key: [key])(key)
+    extension.register()
+    (got,) = jax.jit(lambda key: capture._evaluate(program, (key,), jnp.int32(1)))(key)
+    assert (jax.random.key_data(got) == jax.random.key_data(key)).all()
 
 
 def test_nothing_is_left_to_compute_for_a_scalar_that_is_passed_on():
