@@ -86,7 +86,7 @@ class Binder:
     def another(self, *, timed: bool = False) -> Binder:
         """A plan of the same work, compiled once for both, for another place in a program that calls it."""
         made = Binder(self.work, self.platform, self.devices, timed=timed)
-        made._executables = self._executables
+        made._executables, made._serial = self._executables, self._serial
         return made
 
     def close(self) -> None:
