@@ -47,10 +47,11 @@ def main(argv: Sequence[str]) -> None:
         os.environ["DYNAFLOW_CACHE_DIR"] = folder
         for name, make in MODELS.items():
             if not _CASES.value or name in _CASES.value:
-                rows += [measure(case, *model) for case, model in make(_QUICK.value)]
+                for case, model in make(_QUICK.value):
+                    rows.append(measure(case, *model))
+                    keep(_JSON.value, "auto", rows)
     slower = [row["case"] for row in rows if row["slower"]]
     print(f"{len(rows)} models, {len(slower)} slower beyond noise{': ' if slower else ''}{', '.join(slower)}")
-    keep(_JSON.value, "auto", rows)
 
 
 def measure(case: str, fun: Callable[..., Any], axes: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:

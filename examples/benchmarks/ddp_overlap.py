@@ -58,11 +58,15 @@ def measure(mesh: Any, ws: Any, x: jax.Array, head: int) -> dict[str, Any]:
 
     mean = functools.partial(df.collectives.all_reduce, axis_name="dp", op="mean")
     whole = functools.partial(training.step, reduce=mean, head=head)
-    ours = {}
-    for mib in (25, 200):
-        strategy = df.strategies.GradientBuckets(mib << 20)
-        scheduled = df.dynaflow(whole, scheduler=strategy, backend="dispatch", donate_argnums=0)
-        ours[f"buckets of {mib} MiB"] = mapped(scheduled)
+    strategies = {
+        "25 MiB": df.strategies.GradientBuckets(),
+        "200 MiB": df.strategies.GradientBuckets(200 << 20),
+        "25 MiB, updates beside": df.strategies.GradientBuckets(update_stream="update"),
+    }
+    ours = {
+        name: mapped(df.dynaflow(whole, scheduler=strategy, backend="dispatch", donate_argnums=0))
+        for name, strategy in strategies.items()
+    }
     theirs = {name: mapped(whole, options) for name, options in training.OPTIONS.items()}
     limit = mapped(functools.partial(training.step, head=head))
     rounds, calls = (1, 2) if _QUICK.value else (5, 10)

@@ -12,6 +12,9 @@ place, each operator adds one at most to what flows through the model, and indep
 of their number; so the relative difference (of norms) must stay below ``4 sqrt(operators)`` units, the 4 for layers
 that magnify what they are given. The unit is that of the activations, or of TF32 where a GPU multiplies float32 in it.
 
+Inputs, the three runs and the comparison are programs of their own, so that arrays move in memory from call to call.
+With ``--together`` they are one, which is quicker: for tens of thousands of calls.
+
 ``--quick`` is for a machine without a GPU: small sizes, few calls, the host twin.
 """
 
@@ -37,6 +40,7 @@ from examples.minilm import model as minilm
 _JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
 _QUICK = flags.DEFINE_bool("quick", False, "Whether only to see that it works.")
 _CASES = flags.DEFINE_list("cases", None, "Names of the models; all by default.")
+_TOGETHER = flags.DEFINE_bool("together", False, "Whether a call is one program.")
 _CALLS = flags.DEFINE_integer("calls", 1000, "Calls of each model.", lower_bound=1)
 
 
@@ -183,26 +187,19 @@ def check(name: str, case: Case, calls: int) -> dict[str, Any]:
     def flow(backend: str) -> Any:
         return df.dynaflow(case.fun, scheduler=case.apart, batch_axes=case.axes, backend=backend)
 
-    apart = flow("dispatch")
-    runs = [jax.jit(case.mapped(run)) for run in (apart, flow("dispatch"), flow("xla"))]
-    fresh = jax.jit(case.fresh)
-    os.environ["DYNAFLOW_SERIAL"] = "1"  # what matters is when a function is traced
-    jax.block_until_ready(runs[1](case.weights, *fresh(jax.random.key(0))))
-    del os.environ["DYNAFLOW_SERIAL"]
+    apart, serial, xla = flow("dispatch"), _Serial(flow("dispatch")), flow("xla")
+    runs = [jax.jit(case.mapped(run)) for run in (apart, serial, xla)]
+    fresh, compared = jax.jit(case.fresh), jax.jit(compare)
 
-    @jax.jit
-    def compare(got: Any, same: Any, xla: Any) -> tuple[jax.Array, jax.Array]:
-        got, same, xla = jax.tree.leaves(got), jax.tree.leaves(same), jax.tree.leaves(xla)
-        equal = jnp.all(jnp.stack([jnp.all(_bits(a) == _bits(b)) for a, b in zip(got, same, strict=True)]))
-        wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in zip(got, xla, strict=True)]
-        off = jnp.stack([jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in wide])
-        return equal, off.max()
+    def call_once(weights: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        inputs = fresh(key)
+        return compared(*(run(weights, *inputs) for run in runs))
 
+    once = jax.jit(call_once) if _TOGETHER.value else call_once
     start = time.perf_counter()
     found = []
     for call in range(calls):
-        inputs = fresh(jax.random.key(call + 1))
-        found.append(compare(*(run(case.weights, *inputs) for run in runs)))
+        found.append(once(case.weights, jax.random.key(call + 1)))
         if call % 16 == 15:  # so that not all of them are in memory at once
             jax.block_until_ready(found[-1])
     equal, off = (jnp.stack(values) for values in zip(*found, strict=True))
@@ -225,6 +222,29 @@ def check(name: str, case: Case, calls: int) -> dict[str, Any]:
         flush=True,
     )
     return row
+
+
+class _Serial:
+    """A dispatched function whose partitions run one after the other, which is decided when it is traced."""
+
+    def __init__(self, flow: Callable[..., Any]):
+        self._flow = flow
+
+    def __call__(self, *args: Any) -> Any:
+        os.environ["DYNAFLOW_SERIAL"] = "1"
+        try:
+            return self._flow(*args)
+        finally:
+            del os.environ["DYNAFLOW_SERIAL"]
+
+
+def compare(got: Any, same: Any, xla: Any) -> tuple[jax.Array, jax.Array]:
+    """Whether two results are equal bit by bit, and how far a third is off, relative to its norm."""
+    got, same, xla = jax.tree.leaves(got), jax.tree.leaves(same), jax.tree.leaves(xla)
+    equal = jnp.all(jnp.stack([jnp.all(_bits(a) == _bits(b)) for a, b in zip(got, same, strict=True)]))
+    wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in zip(got, xla, strict=True)]
+    off = jnp.stack([jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in wide])
+    return equal, off.max()
 
 
 def unit(dtype: Any) -> float:

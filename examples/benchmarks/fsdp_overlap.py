@@ -64,10 +64,15 @@ def measure(mesh: Any, ws: Any, x: jax.Array, head: int) -> dict[str, Any]:
 
     gather = functools.partial(df.collectives.all_gather, axis_name="dp")
     sharded = functools.partial(training.step, gather=gather, head=head)
-    ours = {}
-    for ahead in (1, 2):
-        strategy = df.strategies.ParameterPrefetch(ahead)
-        ours[f"{ahead} ahead"] = mapped(df.dynaflow(sharded, scheduler=strategy, backend="dispatch"), P("dp"))
+    strategies = {
+        "1 ahead": df.strategies.ParameterPrefetch(1),
+        "2 ahead": df.strategies.ParameterPrefetch(2),
+        "2 ahead, updates beside": df.strategies.ParameterPrefetch(2, update_stream="update"),
+    }
+    ours = {
+        name: mapped(df.dynaflow(sharded, scheduler=strategy, backend="dispatch"), P("dp"))
+        for name, strategy in strategies.items()
+    }
     theirs = {name: mapped(sharded, P("dp"), options) for name, options in training.OPTIONS.items()}
     whole = jax.device_put(ws, NamedSharding(mesh, P()))
     alone = mapped(functools.partial(training.step, own=own_half, head=head), P())

@@ -452,9 +452,9 @@ def gathered() -> Iterator[Case]:
 
 
 def experts() -> Iterator[Case]:
-    """The first matmul of 32 experts, top 8, with the groups that a random router makes."""
-    groups, k, n = 32, 4096, 1536
-    for rows in (4096, 32768):
+    """The matmuls of 32 experts, top 8, with the groups that a random router makes: plain, gated, and back."""
+    groups = 32
+    for rows, (k, n) in itertools.product((4096, 32768), ((4096, 1536), (4096, 3072), (1536, 4096))):
         x, weights = normal(0, rows, k), normal(1, groups, k, n, scale=k**-0.5)
         chosen = np.random.default_rng(0).integers(0, groups, rows)
         sizes = jnp.asarray(np.bincount(chosen, minlength=groups), jnp.int32)
@@ -471,7 +471,7 @@ def experts() -> Iterator[Case]:
             {"ragged_dot": jax.lax.ragged_dot},
             ours,
             (x, weights, sizes),
-            limits=(lambda x, w, _: jnp.einsum("grk,gkn->grn", x.reshape(groups, -1, k), w),),
+            limits=(lambda x, w, _: jnp.einsum("grk,gkn->grn", x.reshape(groups, -1, x.shape[-1]), w),),
         )
 
 

@@ -131,8 +131,16 @@ STRATEGIES = {
         "two": "DualBatchOverlap()",
         "two, concurrent": "DualBatchOverlap(concurrent=True)",
     },
-    "ddp": {f"buckets of {mib} MiB": f"GradientBuckets({mib} << 20)" for mib in (25, 200)},
-    "fsdp": {f"{ahead} ahead": f"ParameterPrefetch({ahead})" for ahead in (1, 2)},
+    "ddp": {
+        "25 MiB": "GradientBuckets()",
+        "200 MiB": "GradientBuckets(200 << 20)",
+        "25 MiB, updates beside": 'GradientBuckets(update_stream="update")',
+    },
+    "fsdp": {
+        "1 ahead": "ParameterPrefetch()",
+        "2 ahead": "ParameterPrefetch(2)",
+        "2 ahead, updates beside": 'ParameterPrefetch(2, update_stream="update")',
+    },
 }
 """What a benchmark's short names of its strategies mean."""
 

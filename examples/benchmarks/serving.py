@@ -36,7 +36,7 @@ _CASES = flags.DEFINE_list("cases", None, "The cases to measure: serving-1, serv
 
 OPTIONS = {1: ("default", "no command buffers"), 2: ("default", "latency hiding", "no command buffers")}
 """XLA's, by how many devices there are."""
-OURS = {1: (("switch", 16), ("context", 2048)), 2: (("switch", 16), ("switch", 2048), ("context", 2048))}
+OURS = {1: (("switch", 16), ("context", 2048)), 2: (("switch", 2048), ("context", 2048))}
 """What picks a plan, and the tokens from which on a batch is split, likewise."""
 
 
