@@ -23,7 +23,8 @@ class Kernels:
     - ``"rms_norm"``: any other RMSNorm, such as one whose sum another operator computes.
     - ``"grouped_matmul"``: ``jax.lax.ragged_dot``, the experts' matmul of a mixture of experts.
 
-    Where a kernel does not support an array, or the device, or was not measured faster, nothing is found.
+    Where a kernel does not support an array, or the device, or was not measured faster, nothing is found: measured in
+    whole models if there are such numbers, by itself otherwise (``measured.json``).
 
     Args:
       only: names of kernels; all of them if left out.
@@ -61,7 +62,7 @@ class Kernels:
         if not module.supports(*avals):
             return False
         kind = jax.devices()[0].device_kind
-        return self.everywhere or measured.worthwhile(name, kind, module.key(*avals))
+        return self.everywhere or measured.worthwhile_in_place(name, kind, module.key(*avals))
 
 
 def _sums_and_norms(jaxpr: Any, interpret: bool) -> Iterator[Match]:

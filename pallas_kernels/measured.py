@@ -1,7 +1,7 @@
 """Where each kernel measured faster than what XLA does: a table by device and shape.
 
-`examples/benchmarks/kernels.py --update-table` writes it. A strategy asks `worthwhile` before it puts a kernel in place
-of operators; what was never measured is not worthwhile.
+The benchmarks `kernels` and `with_kernels` write it (`--update_table`). A strategy asks `worthwhile` before it puts a
+kernel in place of operators; what was never measured is not worthwhile.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 PATH = Path(__file__).with_name("measured.json")
 MARGIN = 1.02
 """A kernel counts as faster from this speedup on; less is within the spread of measurements."""
+IN_PLACE = " in place"
+"""What the table adds to a kernel's name for whole models with the kernel, against the same models without it."""
 
 
 @functools.cache
@@ -23,29 +25,44 @@ def _shipped() -> Mapping[str, Any]:
 
 
 def worthwhile(kernel: str, device_kind: str, shape: Sequence[int], table: Mapping[str, Any] | None = None) -> bool:
-    """Whether a kernel measured faster on a device at a shape.
+    """Whether a kernel measured faster on a device at a shape; see ``speedup``."""
+    return (speedup(kernel, device_kind, shape, table) or 0.0) >= MARGIN
+
+
+def worthwhile_in_place(
+    kernel: str, device_kind: str, shape: Sequence[int], table: Mapping[str, Any] | None = None
+) -> bool:
+    """The same inside of a model, where XLA may fuse with what is around: measured there, or else by itself."""
+    found = speedup(kernel + IN_PLACE, device_kind, shape, table)
+    return worthwhile(kernel, device_kind, shape, table) if found is None else found >= MARGIN
+
+
+def speedup(
+    kernel: str, device_kind: str, shape: Sequence[int], table: Mapping[str, Any] | None = None
+) -> float | None:
+    """How many times as fast as XLA a kernel measured on a device at a shape; ``None`` if it never was.
 
     Args:
       kernel: its name, such as ``"add_rms_norm"``.
       device_kind: as ``jax.Device.device_kind`` says it.
       shape: the ``key`` of the kernel's module, rows first. Only rows are interpolated: between two measured numbers of
-        rows, both must have been faster; beyond the ends the nearest decides, up to twice as many or half as few.
+        rows, the slower one counts; beyond the ends the nearest does, up to twice as many or half as few.
       table: of measurements; the shipped one if left out.
     """
     measured = (_shipped() if table is None else table).get(kernel, {}).get(device_kind, {})
     rows, *rest = shape
     speedups = {}
-    for key, speedup in measured.items():
+    for key, found in measured.items():
         first, *others = map(int, key.split("x"))
         if others == list(rest):
-            speedups[first] = speedup
+            speedups[first] = found
     below = max((n for n in speedups if n <= rows), default=None)
     above = min((n for n in speedups if n >= rows), default=None)
     if below is None and (above is None or above > 2 * rows):
-        return False
+        return None
     if above is None and (below is None or rows > 2 * below):
-        return False
-    return all(speedups[n] >= MARGIN for n in (below, above) if n is not None)
+        return None
+    return min(speedups[n] for n in (below, above) if n is not None)
 
 
 def recorded(
