@@ -287,6 +287,12 @@ bool CudaDevice::Idle() const {
   return !scope.status().ok() || driver_.EventQuery(done_->get()) != cuda::kErrorNotReady;
 }
 
+Status CudaDevice::Failure(const Program& program) {
+  const cuda::ScopedContext scope(driver_, contexts_[0].get());
+  const Status status = scope.status().ok() ? CheckEarlierRuns(program) : scope.status();
+  return status.Within([&] { return StrCat("program '", program.name, "'"); });
+}
+
 // A kernel's error shows up some time after its launch. Here at the latest.
 Status CudaDevice::CheckEarlierRuns(const Program& program) {
   if (!has_run_) return {};

@@ -39,6 +39,7 @@ class CudaDevice final : public Device {
   std::string Mode() const override;
   void ReleasePeers(const Program& program) override;
   bool Idle() const override;
+  Status Failure(const Program& program) override;
 
  private:
   struct Turn;

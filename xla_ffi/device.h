@@ -79,6 +79,9 @@ class Device {
 
   // Whether nothing of any earlier run is still under way.
   virtual bool Idle() const { return true; }
+
+  // What has gone wrong on the device since a run returned, as far as that is known.
+  virtual Status Failure(const Program&) { return {}; }
 };
 
 }  // namespace dynaflow

@@ -68,6 +68,11 @@ bool Executor::Idle() const {
   return device_->Idle();
 }
 
+Status Executor::Failure() {
+  std::lock_guard lock(running_);
+  return device_->Failure(program_);
+}
+
 std::string Executor::Mode() const {
   std::lock_guard lock(running_);
   return device_->Mode();

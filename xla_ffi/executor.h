@@ -32,6 +32,7 @@ class Executor {
   Result<std::vector<CommandTime>> Times();
   void ReleasePeers();
   bool Idle() const;
+  Status Failure();
 
  private:
   Status CheckCall(const Call& call) const;

@@ -34,6 +34,9 @@ class Turn {
   bool taken_ = false;
 };
 
+// Between two looks at runs on the device: a failure is rare, and this is soon enough.
+constexpr std::chrono::milliseconds kWatchInterval(500);
+
 }  // namespace
 
 struct Rendezvous::Meeting {
@@ -45,6 +48,16 @@ struct Rendezvous::Meeting {
   size_t done = 0;
   SharedRun run;
 };
+
+Rendezvous::Rendezvous(size_t participants, double timeout)
+    : participants_(participants),
+      timeout_(timeout),
+      watchdog_(
+          [this](const Status& failure) {
+            std::lock_guard lock(mutex_);
+            Break(failure);
+          },
+          kWatchInterval, Seconds(timeout)) {}
 
 Status Rendezvous::broken() const {
   std::lock_guard lock(mutex_);
@@ -148,7 +161,11 @@ void Rendezvous::Launch(Meeting& meeting, size_t index) {
     } while (!over() && std::chrono::steady_clock::now() < deadline);
   }
   if (++meeting.done == participants_) {
-    if (meeting.run.failed()) Break(meeting.run.status());
+    if (meeting.run.failed()) {
+      Break(meeting.run.status());
+    } else {
+      Watch(meeting);
+    }
     meeting.stage = Stage::kOver;
     meeting.changed.notify_all();
     lock.unlock();
@@ -156,6 +173,15 @@ void Rendezvous::Launch(Meeting& meeting, size_t index) {
     return;
   }
   meeting.changed.wait(lock, [&] { return meeting.stage == Stage::kOver; });
+}
+
+// A device may fail once all have launched, and only it will know.
+void Rendezvous::Watch(const Meeting& meeting) {
+  const Executors& executors = meeting.executors;
+  if (std::all_of(executors.begin(), executors.end(), [](const auto& each) { return each->Idle(); })) return;
+  std::vector<Watchdog::Part> run;
+  for (size_t i = 0; i < executors.size(); ++i) run.push_back({meeting.calls[i].device, executors[i]});
+  watchdog_.Watch(std::move(run));
 }
 
 std::string Rendezvous::Absence(const Meeting& meeting) const {

@@ -18,6 +18,7 @@
 #include "xla_ffi/device.h"
 #include "xla_ffi/executor.h"
 #include "xla_ffi/status.h"
+#include "xla_ffi/watchdog.h"
 
 namespace dynaflow {
 
@@ -30,13 +31,13 @@ class Rendezvous {
   using Prepare = std::function<Result<Executors>(std::span<const Call>)>;
 
   // `timeout`: how long, in seconds, those who came wait for those who did not.
-  Rendezvous(size_t participants, double timeout) : participants_(participants), timeout_(timeout) {}
+  Rendezvous(size_t participants, double timeout);
 
   // One device's part in a run: waits for the others, runs its program, and returns when all have launched
   // theirs (on the host: finished). Where one fails, all do, with the first error.
   //
-  // A run that fails half-way, or to which not all come, leaves flags that nobody knows the state of; from
-  // then on every run fails at once.
+  // A run that fails half-way, on the device too, or to which not all come, leaves flags that nobody knows
+  // the state of; from then on every run fails at once.
   Status Run(Call call, const Prepare& prepare);
 
   // The error that every further run gets; success if there is none.
@@ -49,6 +50,7 @@ class Rendezvous {
   void Break(const Status& why);
   void Open(Meeting& meeting, const Prepare& prepare);
   void Launch(Meeting& meeting, size_t index);
+  void Watch(const Meeting& meeting);
   std::string Absence(const Meeting& meeting) const;
 
   const size_t participants_;
@@ -57,6 +59,8 @@ class Rendezvous {
   mutable std::mutex mutex_;                               // for what follows, and for all meetings
   std::map<int64_t, std::shared_ptr<Meeting>> gathering_;  // by run
   Status broken_;
+
+  Watchdog watchdog_;  // the last member: its thread uses the others
 };
 
 }  // namespace dynaflow

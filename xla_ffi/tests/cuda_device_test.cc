@@ -443,6 +443,10 @@ TEST_F(CudaDeviceTest, ReleasesItsPeersFromStreamsOfTheirs) {
   EXPECT_FALSE(executor_->Idle());
   fake_.FailOn("EventQuery");
   EXPECT_TRUE(executor_->Idle()) << "what has failed is over";
+  EXPECT_THAT(executor_->Failure().message(),
+              AllOf(HasSubstr("an earlier run failed on the device"), HasSubstr("EventQuery failed")));
+  fake_.Heal();
+  EXPECT_TRUE(executor_->Failure().ok());
 }
 
 TEST_F(CudaDeviceTest, WantsToReachTheMemoryOfWhomItSignals) {

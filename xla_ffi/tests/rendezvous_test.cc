@@ -327,8 +327,10 @@ struct AsyncDevice final : Device {
     if (peer->waits && ++releases == 3) peer->waits = false;
   }
   bool Idle() const override { return !waits; }
+  Status Failure(const Program&) override { return burns ? Internal("burnt out") : Status(); }
 
   bool fails = false;
+  std::atomic<bool> burns = false;
   AsyncDevice* peer = nullptr;
   std::atomic<bool> waits = false;
   int releases = 0;
@@ -352,6 +354,30 @@ TEST(Rendezvous, ADeviceThatCannotLaunchReleasesItsPeers) {
   EXPECT_EQ(other_error, "device 1: out of luck");
   EXPECT_FALSE(devices[0]->waits);
   EXPECT_EQ(plan.stats().broken, "device 1: out of luck");
+}
+
+TEST(Rendezvous, ADeviceThatFailsLaterReleasesItsPeers) {
+  Plan plan(nullptr, 1, 2, kPatient);
+  std::array<AsyncDevice*, 2> devices;
+  for (int d = 0; d < 2; ++d) {
+    auto device = std::make_unique<AsyncDevice>();
+    devices[d] = device.get();
+    plan.Add(d, std::make_shared<Executor>(ProgramBuilder(0), std::move(device)));
+  }
+  devices[0]->peer = devices[1];
+  devices[1]->peer = devices[0];
+  const auto both = [&] {
+    std::string other_error;
+    std::thread other([&] { other_error = plan.Run({.device = 0}).message(); });
+    const std::string error = plan.Run({.device = 1}).message();
+    other.join();
+    return std::pair(error, other_error);
+  };
+  EXPECT_EQ(both(), std::pair(std::string(), std::string()));
+  devices[1]->burns = true;
+  while (devices[0]->waits) std::this_thread::yield();
+  EXPECT_EQ(plan.stats().broken, "device 1: burnt out");
+  EXPECT_EQ(both(), std::pair(std::string("device 1: burnt out"), std::string("device 1: burnt out")));
 }
 
 }  // namespace

@@ -1,0 +1,149 @@
+#include "xla_ffi/watchdog.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "programs.h"
+
+namespace dynaflow {
+namespace {
+
+using namespace std::chrono_literals;
+
+// A device whose run goes on until somebody ends it, or for ever, or fails.
+struct Runner final : Device {
+  Status Run(const Program&, const Call&) override { return {}; }
+  std::string Mode() const override { return "pretended"; }
+  void ReleasePeers(const Program&) override {
+    if (peer && ++releases >= 3) peer->busy = false;
+  }
+  bool Idle() const override { return !busy; }
+  Status Failure(const Program&) override {
+    ++looks;
+    return failed ? Internal("burnt out") : Status();
+  }
+
+  std::atomic<bool> busy = true, failed = false;
+  std::atomic<int> releases = 0, looks = 0;
+  Runner* peer = nullptr;
+};
+
+struct Pair {
+  Pair() {
+    for (int d = 0; d < 2; ++d) {
+      auto device = std::make_unique<Runner>();
+      devices[d] = device.get();
+      executors[d] = std::make_shared<Executor>(ProgramBuilder(0), std::move(device));
+    }
+    devices[0]->peer = devices[1];
+    devices[1]->peer = devices[0];
+  }
+  std::vector<Watchdog::Part> Run() const { return {{4, executors[0]}, {5, executors[1]}}; }
+
+  std::array<Runner*, 2> devices;
+  std::array<std::shared_ptr<Executor>, 2> executors;
+};
+
+struct Reports {
+  std::function<void(const Status&)> Listener() {
+    return [this](const Status& status) {
+      if (++count == 1) first.set_value(status.message());
+    };
+  }
+  std::atomic<int> count = 0;
+  std::promise<std::string> first;
+};
+
+TEST(Watchdog, ReportsAFailureAndReleasesThePeers) {
+  Pair pair;
+  Reports reports;
+  Watchdog watchdog(reports.Listener(), 1ms, 1min);
+  watchdog.Watch(pair.Run());
+  std::this_thread::sleep_for(10ms);
+  EXPECT_EQ(reports.count, 0);
+  EXPECT_EQ(pair.devices[1]->releases, 0);
+  pair.devices[1]->failed = true;
+  EXPECT_EQ(reports.first.get_future().get(), "device 5: burnt out");
+  while (pair.devices[0]->busy) std::this_thread::yield();
+  std::this_thread::sleep_for(10ms);
+  EXPECT_EQ(reports.count, 1);
+}
+
+TEST(Watchdog, GivesUpOnPeersThatCannotBeReleased) {
+  Pair pair;
+  pair.devices[1]->peer = nullptr;
+  pair.devices[1]->failed = true;
+  Reports reports;
+  {
+    Watchdog watchdog(reports.Listener(), 1ms, 20ms);
+    watchdog.Watch(pair.Run());
+    reports.first.get_future().wait();
+    std::this_thread::sleep_for(50ms);
+    EXPECT_EQ(reports.count, 1);
+  }
+  EXPECT_TRUE(pair.devices[0]->busy);
+}
+
+TEST(Watchdog, FailuresOfAllDevicesAreOne) {
+  Pair pair;
+  for (Runner* device : pair.devices) device->failed = true;
+  Reports reports;
+  Watchdog watchdog(reports.Listener(), 1ms, 1min);
+  watchdog.Watch(pair.Run());
+  EXPECT_EQ(reports.first.get_future().get(), "device 4: burnt out");
+}
+
+TEST(Watchdog, SleepsOnceARunIsOverAndWatchesTheNext) {
+  Pair first, second;
+  Reports reports;
+  Watchdog watchdog(reports.Listener(), 1ms, 1min);
+  watchdog.Watch(first.Run());
+  for (Runner* device : first.devices) device->busy = false;
+  for (int before = -1; before != first.devices[0]->looks; std::this_thread::sleep_for(200ms)) {
+    before = first.devices[0]->looks;
+  }
+  first.devices[0]->failed = true;  // nobody asks any more
+  std::this_thread::sleep_for(10ms);
+  EXPECT_EQ(reports.count, 0);
+  watchdog.Watch(second.Run());
+  second.devices[0]->failed = true;
+  EXPECT_EQ(reports.first.get_future().get(), "device 4: burnt out");
+}
+
+TEST(Watchdog, KeepsNothingAlive) {
+  Reports reports;
+  Watchdog watchdog(reports.Listener(), 1ms, 1min);
+  auto pair = std::make_unique<Pair>();
+  const std::weak_ptr<Executor> executor = pair->executors[0];
+  watchdog.Watch(pair->Run());
+  pair.reset();
+  while (!executor.expired()) std::this_thread::yield();  // it may be looking just now
+  std::this_thread::sleep_for(5ms);
+  EXPECT_EQ(reports.count, 0);
+}
+
+TEST(Watchdog, EndsWhileADeviceIsBusy) {
+  Pair pair;
+  Reports reports;
+  Watchdog watchdog(reports.Listener(), 1h, 1h);
+  watchdog.Watch(pair.Run());
+}
+
+TEST(Watchdog, RunsFollowOneAnother) {
+  Pair pair;
+  Reports reports;
+  Watchdog watchdog(reports.Listener(), 10us, 1min);
+  for (int i = 0; i < 5000; ++i) watchdog.Watch(pair.Run());
+  EXPECT_EQ(reports.count, 0);
+}
+
+}  // namespace
+}  // namespace dynaflow
