@@ -30,15 +30,17 @@ _CALLS = frozenset("pjit jit closed_call core_call custom_jvp_call custom_vjp_ca
 _TOKEN = jax.ShapeDtypeStruct((), np.int32)
 
 
-def captured(fun: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
+def captured(fun: Callable[..., Sequence[Any]], shapes: Sequence[Any]) -> Callable[..., list[Any]]:
     """A function whose kernels are captured when it runs: a capture begins before the first and ends after the last.
 
     Args:
       fun: gives a sequence of arrays.
+      shapes: the types of its arguments.
 
     Returns:
       A function with those results, and a token behind them.
     """
+    del shapes
 
     def run(*args: Any) -> list[Any]:
         args, _ = _begun(args)
@@ -49,17 +51,21 @@ def captured(fun: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
 
 
 def enclosed(fun: Callable[..., Sequence[Any]], shapes: Sequence[Any]) -> Callable[..., list[Any]]:
-    """The same, with all copies inside, whatever the function gives: at the price that more may be copied.
+    """The same, with all copies inside, whatever the function gives: at the price that more may be copied."""
+    return _inside(fun, shapes, tied=False)
 
-    Args:
-      fun: gives a sequence of arrays.
-      shapes: the types of its arguments.
-    """
+
+def tied(fun: Callable[..., Sequence[Any]], shapes: Sequence[Any]) -> Callable[..., list[Any]]:
+    """The same, with what depends on no argument inside, too: at the price that XLA folds no constants."""
+    return _inside(fun, shapes, tied=True)
+
+
+def _inside(fun: Callable[..., Sequence[Any]], shapes: Sequence[Any], *, tied: bool) -> Callable[..., list[Any]]:
     program = jax.make_jaxpr(fun)(*shapes)
 
     def run(*args: Any) -> list[Any]:
         args, started = _begun(args)
-        results = _evaluate(program, args, started)
+        results = _evaluate(program, args, started, tied)
         # The end gives the outputs, in place, so that they have memory of their own and rows in order before it.
         types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
         in_place = {i: i for i in range(len(results))}
@@ -75,36 +81,81 @@ def _begun(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], jax.Array]:
     return jax.lax.optimization_barrier((args, started))
 
 
-def _evaluate(program: Any, args: Sequence[Any], started: jax.Array) -> list[Any]:
+def _evaluate(program: Any, args: Sequence[Any], started: jax.Array, tied: bool = False) -> list[Any]:
     """The function's results; views of inputs and constants are copied where they are given or written to."""
     jaxpr = compat.open_jaxpr(program)
     outside = _Outside(jaxpr, [True] * len(jaxpr.invars))
-    results = _values(jaxpr, program.consts, args, outside, started)
+    results = _Evaluation(started, tied).run(jaxpr, program.consts, args, outside, set())
     pairs = zip(jaxpr.outvars, results, strict=True)
     return [_copied(value, started) if outside.has(atom) else value for atom, value in pairs]
 
 
-def _values(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], outside: _Outside, started: jax.Array) -> list[Any]:
-    """What a jaxpr computes, on copies of what would be written to."""
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
+class _Evaluation:
+    """Computes what a jaxpr does, on copies of what would be written to.
 
-    def read(atom: Any) -> Any:
-        return atom.val if compat.is_literal(atom) else env[atom]
+    Args:
+      started: what says that a capture has begun.
+      tied: whether what depends on no input is made to wait for that, too.
+    """
 
-    for eqn in jaxpr.eqns:
-        values = [read(atom) for atom in eqn.invars]
-        if (body := _body(eqn)) is not None:
-            inner = compat.open_jaxpr(body)
-            within = _Outside(inner, [outside.has(atom) for atom in eqn.invars])
-            results = _values(inner, compat.consts_of(body), values, within, started)
-        else:
-            for i in _written(eqn):
-                if outside.has(eqn.invars[i]):
-                    values[i] = _copied(values[i], started)
-            results = compat.bind(eqn, *values)
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    def __init__(self, started: jax.Array, tied: bool):
+        self._started = started
+        # Zero, which XLA does not know.
+        self._zero = _copied(np.int32(0), started) if tied else None
+
+    def run(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], outside: _Outside, free: set[Any]
+    ) -> list[Any]:
+        """The results.
+
+        Args:
+          jaxpr: what to compute.
+          consts: the values of its constants.
+          args: the values of its inputs.
+          outside: which of its variables may be in memory before the first kernel.
+          free: its inputs that depend on nothing.
+        """
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        free = free | set(jaxpr.constvars)
+
+        def read(atom: Any) -> Any:
+            return atom.val if compat.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            values = [read(atom) for atom in eqn.invars]
+            known = [compat.is_literal(atom) or atom in free for atom in eqn.invars]
+            if (body := _body(eqn)) is not None:
+                inner = compat.open_jaxpr(body)
+                within = _Outside(inner, [outside.has(atom) for atom in eqn.invars])
+                given = {var for var, is_known in zip(inner.invars, known, strict=True) if is_known}
+                results = self.run(inner, compat.consts_of(body), values, within, given)
+            else:
+                for i in _written(eqn):
+                    if outside.has(eqn.invars[i]):
+                        values[i] = _copied(values[i], self._started)
+                results = compat.bind(eqn, *values) if self._zero is None else self._tied(eqn, values, known)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _tied(self, eqn: Any, values: list[Any], known: Sequence[bool]) -> list[Any]:
+        """An equation's results, which wait if nothing else makes them."""
+        if not all(known):
+            return compat.bind(eqn, *values)
+        arrays = [i for i, value in enumerate(values) if jnp.ndim(value)]
+        for i in arrays:
+            values[i] = self._waiting(values[i])
+        results = compat.bind(eqn, *values)
+        return results if arrays else [self._waiting(value) for value in results]
+
+    def _waiting(self, value: Any) -> Any:
+        """A value that XLA can only compute once the capture has begun."""
+        value = jnp.asarray(value)
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            bits = self._waiting(jax.random.key_data(value))
+            return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
+        other = ~value if value.dtype == bool else value + jnp.ones((), value.dtype)
+        return jnp.where(self._zero == 0, value, other)
 
 
 def _body(eqn: Any) -> Any:

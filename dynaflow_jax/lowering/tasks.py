@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import re
@@ -15,7 +16,7 @@ import numpy as np
 
 from dynaflow_jax import compat
 from dynaflow_jax.errors import DynaFlowError
-from dynaflow_jax.lowering.capture import captured, enclosed
+from dynaflow_jax.lowering.capture import captured, enclosed, tied
 from dynaflow_jax.runtime.precedence import predecessors
 from dynaflow_jax.runtime.work import ALIGNMENT, Exchange, Operation, Partition, Value, Where, Work
 
@@ -359,33 +360,18 @@ class Builder:
     def _compiled(self, operation: Task | Exchange, placed: Mapping[int, Any], over: Mapping[int, int]) -> Operation:
         if isinstance(operation, Exchange):
             return operation
-        avals = [self._avals[i] for i in operation.reads]
-        on_cpu = self.platform == "cpu"
         # Memory that is donated goes to the first result of its type that has none yet, operand by operand.
         donated = {i: operation.reads.index(over[i]) for i in operation.writes if over.get(i) in operation.reads}
         rest = [i for i in operation.writes if i in placed and i not in donated]
         into = (*sorted(donated, key=donated.__getitem__), *rest)
-        order = [*into, *(i for i in operation.writes if i not in placed)]
-        first = [operation.writes.index(i) for i in order]
-
-        def on_memory(*args: Any) -> list[Any]:
-            results = [to_bits(x) for x in operation.compute(*map(from_bits, args, avals))]
-            return results if on_cpu else [results[i] for i in first]
-
-        shapes = [jax.ShapeDtypeStruct(*physical(aval)) for aval in avals]
-        given = [] if on_cpu else [jax.ShapeDtypeStruct(*physical(self._avals[i])) for i in rest]
-        memory = () if on_cpu else (*donated.values(), *range(len(shapes), len(shapes) + len(given)))
-
-        def lower(body: Callable[..., Any]) -> Any:
-            # Arguments that a partition does not use stay arguments, so that its signature is what it reads.
-            fun = lambda *args: body(*args[: len(shapes)])  # noqa: E731
-            fun.__name__ = operation.name  # and so the module's, which profilers show
-            return jax.jit(fun, keep_unused=True, donate_argnums=memory).lower(*shapes, *given)
-
-        try:
-            lowered = lower(on_memory if on_cpu else captured(on_memory))
-        except Exception as error:
-            raise DynaFlowError(f"{operation.name} cannot be compiled on its own: {error}") from error
+        form = _Module(
+            operation,
+            [self._avals[i] for i in operation.reads],
+            [*into, *(i for i in operation.writes if i not in placed)],
+            tuple(donated.values()),
+            [self._avals[i] for i in rest],
+        )
+        lowered = form.on_host() if self.platform == "cpu" else form.in_capture(captured)
         module = compat.module_bytecode(lowered)
         if compat.has_host_callback(module):
             raise DynaFlowError(f"{operation.name} calls back to the host.")
@@ -399,8 +385,66 @@ class Builder:
             _fingerprint(lowered.as_text()),
             into,
             tuple(over[i] if i in donated else None for i in into),
-            None if on_cpu else lambda: compat.module_bytecode(lower(enclosed(on_memory, shapes))),
+            () if self.platform == "cpu" else tuple(functools.partial(form.bytecode, of) for of in (enclosed, tied)),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Module:
+    """What a task becomes for XLA: a function of values as they are in memory.
+
+    Attributes:
+      task: what it computes.
+      reads: the types of its operands.
+      writes: its results on CUDA, in their order there.
+      donated: operands in whose memory the first results are computed.
+      given: the types of those that follow, each in the memory of a further operand.
+    """
+
+    task: Task
+    reads: Sequence[Any]
+    writes: Sequence[int]
+    donated: tuple[int, ...]
+    given: Sequence[Any]
+
+    def on_host(self) -> Any:
+        """Lowered for the host twin, whose results have memory of their own."""
+        return self._lowered(self._compute, self._shapes(self.reads), ())
+
+    def in_capture(self, form: Callable[..., Callable[..., list[Any]]]) -> Any:
+        """Lowered for CUDA; ``form`` makes of the function one that is captured as it runs."""
+        shapes, given = self._shapes(self.reads), self._shapes(self.given)
+        first = [self.task.writes.index(i) for i in self.writes]
+
+        def compute(*args: Any) -> list[Any]:
+            results = self._compute(*args)
+            return [results[i] for i in first]
+
+        enclosing = form(compute, shapes)
+        memory = (*self.donated, *range(len(shapes), len(shapes) + len(given)))
+        return self._lowered(lambda *args: enclosing(*args[: len(shapes)]), [*shapes, *given], memory)
+
+    def bytecode(self, form: Callable[..., Callable[..., list[Any]]]) -> bytes:
+        """The same, as bytes."""
+        return compat.module_bytecode(self.in_capture(form))
+
+    def _compute(self, *args: Any) -> list[Any]:
+        return [to_bits(x) for x in self.task.compute(*map(from_bits, args, self.reads))]
+
+    def _lowered(self, fun: Callable[..., Any], shapes: Sequence[Any], donated: tuple[int, ...]) -> Any:
+        def named(*args: Any) -> list[Any]:
+            return fun(*args)
+
+        named.__name__ = self.task.name  # and so the module's, which profilers show
+        try:
+            # Arguments that a partition does not use stay arguments, so that its signature is what it reads.
+            return jax.jit(named, keep_unused=True, donate_argnums=donated).lower(*shapes)
+        except Exception as error:
+            raise DynaFlowError(f"{self.task.name} cannot be compiled on its own: {error}") from error
+
+    @staticmethod
+    def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(*physical(aval)) for aval in avals]
 
 
 _MODULE = re.compile(r"^module @\S+")

@@ -207,8 +207,10 @@ class Binder:
             client = private.client(self.platform, device, stream)
             with naming(partition.name, "compiled"):
                 executable = client.compile(partition.module)
-                if partition.enclosed is not None and cuda.outside_of_capture(compat.scheduled_text(executable)):
-                    executable = client.compile(partition.enclosed())
+                for other in partition.others:
+                    if not cuda.outside_of_capture(compat.scheduled_text(executable)):
+                        break
+                    executable = client.compile(other())
             if self.platform == "cuda":
                 cuda.check_capturable(compat.scheduled_text(executable), partition.name)
             self._executables[key] = executable

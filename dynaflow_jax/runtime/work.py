@@ -72,7 +72,7 @@ class Partition:
         the others follow in the order of ``writes``.
       over: for each of ``placed`` the value among ``reads`` in whose memory it is to lie, or ``None``: on CUDA the
         memory is then a further operand.
-      enclosed: gives the module for where XLA copies results after the first one's capture: it has copies inside.
+      others: give modules for where XLA leaves something outside of the first one's capture, each with more inside.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Partition:
     key: str
     placed: tuple[int, ...] = ()
     over: tuple[int | None, ...] = ()
-    enclosed: Callable[[], bytes] | None = None
+    others: tuple[Callable[[], bytes], ...] = ()
 
 
 class Pattern(enum.Enum):

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from dynaflow_jax.lowering import capture
-from dynaflow_jax.runtime import extension
+from dynaflow_jax.runtime import cuda, extension
 
 pytestmark = pytest.mark.skipif(extension.module is None, reason="the extension was not built")
 
+COPY = "dynaflow_copy"
 X, W = jnp.arange(12.0).reshape(3, 4), jnp.linspace(0, 1, 20).reshape(4, 5)
 
 
@@ -20,6 +21,8 @@ def copies(fun, *args):
     evaluate = lambda started: capture._evaluate(program, args, started)  # noqa: E731
     for started in (-1, 0, 1):
         jax.tree.map(np.testing.assert_array_equal, evaluate(jnp.int32(started)), list(fun(*args)))
+    waiting = capture._evaluate(program, args, jnp.int32(7), tied=True)
+    jax.tree.map(np.testing.assert_array_equal, waiting, list(fun(*args)))
     return str(jax.make_jaxpr(evaluate)(jnp.int32(0))).count("dynaflow_copy")
 
 
@@ -88,3 +91,48 @@ def test_random_keys_are_copied():
 
 def test_nothing_is_left_to_compute_for_a_scalar_that_is_passed_on():
     assert copies(lambda loss: [loss[None], loss * 2], jnp.float32(jnp.nan)) == 1
+
+
+def put(cache, row, place):
+    return jax.vmap(lambda cache, row, place: cache.at[place].set(row))(cache, row, place)
+
+
+def decode(cache, row, place):
+    cache = jax.jit(put)(cache, row, place)
+    return [jnp.einsum("bd,bnd->bn", row, cache), cache]
+
+
+def decode_at_known_places(cache, row, _):
+    return decode(cache, row, jnp.arange(len(row)) % 3)
+
+
+def positions(cache, row, _):
+    angles = jnp.arange(cache.shape[1])[:, None] / 10000 ** (jnp.arange(cache.shape[2]) / cache.shape[2])
+    angles = jax.lax.optimization_barrier(angles)
+    return [cache * jnp.sin(angles) + jnp.cos(angles) @ row.T @ row]
+
+
+def given_back(cache, row, place):
+    return [cache.reshape(-1), row, row.T.reshape(row.shape), jnp.ones_like(row), jnp.sin(row), jnp.sin(row)]
+
+
+def accumulated(cache, row, place):
+    return [jnp.zeros_like(cache).at[:, place].add(cache[:, place]), jax.jit(lambda n: jnp.full(row.shape, n) + row)(3)]
+
+
+@pytest.mark.skipif(jax.__version_info__[:2] < (0, 11), reason="XLA's CPU compiler drops barriers first")
+@pytest.mark.parametrize("fun", [decode, decode_at_known_places, positions, given_back, accumulated])
+def test_nothing_is_left_outside_of_the_capture(fun):
+    """Compiled for the CPU, whose compiler copies and schedules as that for GPUs does, with stand-ins for the calls."""
+    extension.register()
+    (stand_in,) = [call for name, platform, call in extension.module.handlers() if (name, platform) == (COPY, "cpu")]
+    for name in ("dynaflow_capture_begin", "dynaflow_capture_end"):
+        jax.ffi.register_ffi_target(name, stand_in, platform="cpu")
+    shapes = [jax.ShapeDtypeStruct((8, 16, 4), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32)]
+    shapes.append(jax.ShapeDtypeStruct((8,), jnp.int32))
+
+    def left_outside(form):
+        compiled = jax.jit(form(fun, shapes), keep_unused=True).lower(*shapes).compile()
+        return cuda.outside_of_capture(compiled.as_text())
+
+    assert not all(map(left_outside, (capture.captured, capture.enclosed, capture.tied)))
