@@ -21,14 +21,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import app, flags
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
 from dynaflow_jax.tune import is_faster, spread, take_turns
 from examples.benchmarks import chains, llama, parallel
 from examples.benchmarks.keep import keep
-from examples.benchmarks.overlap import normal
+from examples.benchmarks.overlap import layers, mesh_of, normal
 from examples.minilm.model import Config, MiniLM
 
 _JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
@@ -79,11 +78,11 @@ def measure(case: str, fun: Callable[..., Any], axes: Any, arguments: tuple[Any,
 
 
 def llamas(quick: bool) -> Iterator[tuple[str, Case]]:
-    for layers, rows, tokens in ((2, 8, 32),) if quick else ((2, 8, 128), (6, 32, 128)):
-        model = llama.Llama(llama.Config(layers))
+    for depth, rows, tokens in ((2, 8, 32),) if quick else ((2, 8, 128), (6, 32, 128)):
+        model = llama.Llama(llama.Config(depth))
         ids = jnp.zeros((rows, tokens), jnp.int32)
         params = jax.jit(model.init)(jax.random.key(0), ids)
-        yield f"llama-{layers}x{rows}x{tokens}", (model.apply, (None, 0), (params, ids))
+        yield f"llama-{depth}x{rows}x{tokens}", (model.apply, (None, 0), (params, ids))
 
 
 def minilm(quick: bool) -> Iterator[tuple[str, Case]]:
@@ -119,19 +118,19 @@ def experts(quick: bool) -> Iterator[tuple[str, Case]]:
     if devices < 2:
         return
     gpu = jax.default_backend() == "gpu" and not quick
-    mesh = jax.make_mesh((devices,), ("ep",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of("ep", devices)
     width, hidden, count, chosen, head, depth = (4096, 1536, 32, 8, 128, 4) if gpu else (64, 32, 8 * devices, 2, 16, 2)
     shapes = ((width, 3 * width), (width, width), (count, width, 2 * hidden), (count, hidden, width))
     specs = [(P(), P(), P("ep"), P("ep"))] * depth
     for groups, tokens in ((4, 512), (16, 512)) if gpu else ((2, 4 * count),):
-        layers = functools.partial(
+        model = functools.partial(
             parallel.expert_parallel,
             **parallel.exchanges("ep"),
             routing=parallel.routes(tokens, count, chosen),
             head=head,
         )
-        fun = jax.shard_map(layers, mesh=mesh, in_specs=(specs, P("ep")), out_specs=P("ep"), check_vma=False)
-        ws = _weights(mesh, shapes, specs)
+        fun = jax.shard_map(model, mesh=mesh, in_specs=(specs, P("ep")), out_specs=P("ep"), check_vma=False)
+        ws = layers(mesh, shapes, specs[0], depth)
         x = normal(mesh, (devices * groups, tokens, width), P("ep"), 99, 1.0)
         yield f"experts-{groups * tokens}", (fun, (None, 0), (ws, x))
 
@@ -141,23 +140,16 @@ def tensors(quick: bool) -> Iterator[tuple[str, Case]]:
     if devices < 2:
         return
     gpu = jax.default_backend() == "gpu" and not quick
-    mesh = jax.make_mesh((devices,), ("tp",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of("tp", devices)
     width, hidden, head, depth = (4096, 14336, 128, 6) if gpu else (16 * devices, 16 * devices, 16, 2)
     shapes = ((width, 3 * width), (width, width), (width, 2 * hidden), (hidden, width))
     specs = [(P(None, "tp"), P("tp", None), P(None, "tp"), P("tp", None))] * depth
     reduce = functools.partial(jax.lax.psum, axis_name="tp")
-    layers = functools.partial(parallel.tensor_parallel, reduce=reduce, head=head)
-    fun = jax.shard_map(layers, mesh=mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False)
+    model = functools.partial(parallel.tensor_parallel, reduce=reduce, head=head)
+    fun = jax.shard_map(model, mesh=mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False)
     for batch, tokens in ((2, 128), (8, 512)) if gpu else ((4, 16),):
         x = normal(mesh, (batch, tokens, width), P(), 99, 1.0)
-        yield f"tensors-{batch * tokens}", (fun, (None, 0), (_weights(mesh, shapes, specs), x))
-
-
-def _weights(mesh: Any, shapes: Sequence[tuple[int, ...]], specs: Sequence[Any]) -> list[Any]:
-    return [
-        tuple(normal(mesh, shape, spec, 4 * i + j) for j, (shape, spec) in enumerate(zip(shapes, layer, strict=True)))
-        for i, layer in enumerate(specs)
-    ]
+        yield f"tensors-{batch * tokens}", (fun, (None, 0), (layers(mesh, shapes, specs[0], depth), x))
 
 
 MODELS: dict[str, Callable[[bool], Iterator[tuple[str, Case]]]] = {

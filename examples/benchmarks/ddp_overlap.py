@@ -17,13 +17,12 @@ from typing import Any
 
 import jax
 from absl import app, flags
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
 from examples.benchmarks import training
 from examples.benchmarks.keep import keep
-from examples.benchmarks.overlap import contend, normal
+from examples.benchmarks.overlap import contend, layers, mesh_of, normal
 
 _JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
 _QUICK = flags.DEFINE_bool("quick", False, "Whether only to see that it works.")
@@ -32,13 +31,10 @@ _CASES = flags.DEFINE_list("cases", ["2048"], "Tokens per GPU of the cases to me
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    mesh = jax.make_mesh((2,), ("dp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = mesh_of("dp")
     width, hidden, head, depth = training.sizes(_QUICK.value)
     cases = ((2, 8),) if _QUICK.value else ((2, 512), (4, 512), (8, 512))
-    ws = [
-        tuple(normal(mesh, shape, P(), 4 * i + j) for j, shape in enumerate(training.shapes(width, hidden)))
-        for i in range(depth)
-    ]
+    ws = layers(mesh, training.shapes(width, hidden), (P(),) * 4, depth)
     rows = []
     for batch, tokens in cases:
         if not _QUICK.value and str(batch * tokens) not in _CASES.value:

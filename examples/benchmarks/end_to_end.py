@@ -20,12 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import app, flags
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
 from examples.benchmarks.keep import keep
-from examples.benchmarks.overlap import XLA, attend, contend, norm, normal
+from examples.benchmarks.overlap import XLA, attend, contend, layers, mesh_of, norm, normal
 from examples.benchmarks.parallel import mlp
 
 _JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
@@ -129,15 +128,12 @@ def decoder(
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = mesh_of("tp")
     sizes = SMALL if _QUICK.value else Sizes()
     cases = (("prefill", 2), ("decode", 4)) if _QUICK.value else (("prefill", 8), ("decode", 16), ("decode", 256))
     weights = {
         "embed": normal(mesh, (sizes.vocabulary, sizes.width), P(), 1, 1.0),
-        "layers": [
-            tuple(normal(mesh, s, spec, 4 * i + j) for j, (s, spec) in enumerate(zip(sizes.shapes, LAYER, strict=True)))
-            for i in range(sizes.layers)
-        ],
+        "layers": layers(mesh, sizes.shapes, LAYER, sizes.layers),
         "logits": normal(mesh, (sizes.width, sizes.vocabulary), COLUMNS, 2),
     }
     rows = []

@@ -18,12 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import app, flags
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
 from examples.benchmarks.keep import keep
-from examples.benchmarks.overlap import XLA, attention, contend, normal
+from examples.benchmarks.overlap import XLA, attention, contend, layers, mesh_of, normal
 from examples.benchmarks.parallel import (
     Exchange,
     Layer,
@@ -55,15 +54,12 @@ def halves(ws: Sequence[Layer], x: jax.Array, *, there: Exchange, back: Exchange
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    mesh = jax.make_mesh((2,), ("ep",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = mesh_of("ep")
     width, hidden, count, chosen, head, depth = (64, 32, 8, 2, 16, 2) if _QUICK.value else (4096, 1536, 32, 8, 128, 4)
     cases = ((2, 8),) if _QUICK.value else ((16, 512), (4, 512), (8, 512), (2, 256))
     specs = [(P(), P(), P("ep"), P("ep"))] * depth
     shapes = ((width, 3 * width), (width, width), (count, width, 2 * hidden), (count, hidden, width))
-    ws = [
-        tuple(normal(mesh, shape, spec, 4 * i + j) for j, (shape, spec) in enumerate(zip(shapes, layer, strict=True)))
-        for i, layer in enumerate(specs)
-    ]
+    ws = layers(mesh, shapes, specs[0], depth)
     rows = []
     for groups, tokens in cases:
         if _CASES.value and str(groups * tokens) not in _CASES.value:

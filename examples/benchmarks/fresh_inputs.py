@@ -28,13 +28,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import app, flags
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
 from examples.benchmarks import chains, llama, parallel, training
 from examples.benchmarks.keep import keep
-from examples.benchmarks.overlap import normal
+from examples.benchmarks.overlap import layers, mesh_of
 from examples.minilm import model as minilm
 
 _JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
@@ -116,16 +116,9 @@ def models(quick: bool) -> dict[str, Callable[[], Case]]:
 
 def parallel_models(quick: bool) -> dict[str, Callable[[], Case]]:
     """Models of two devices, with the strategies that are for them."""
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = mesh_of("x")
     width, hidden, head, depth, rows, tokens = (64, 96, 16, 2, 4, 8) if quick else (1024, 2048, 64, 4, 8, 64)
     columns = (P(None, "x"), P("x"), P(None, "x"), P("x"))
-
-    def layers(specs: Sequence[P], shapes: Sequence[Sequence[int]]) -> list[tuple[jax.Array, ...]]:
-        make = functools.partial(normal, mesh)
-        return [
-            tuple(make(tuple(s), p, 4 * i + j) for j, (s, p) in enumerate(zip(shapes, specs, strict=True)))
-            for i in range(depth)
-        ]
 
     def fresh(spec: P, *shape: int) -> Callable[[jax.Array], tuple[jax.Array]]:
         def draw(key: jax.Array) -> tuple[jax.Array]:
@@ -141,7 +134,7 @@ def parallel_models(quick: bool) -> dict[str, Callable[[], Case]]:
     def of_tensor_parallel() -> Case:
         total = functools.partial(jax.lax.psum, axis_name="x")
         fun = functools.partial(parallel.tensor_parallel, reduce=total, head=head)
-        weights = layers(columns, training.shapes(width, hidden))
+        weights = layers(mesh, training.shapes(width, hidden), columns, depth)
         overlapped = df.strategies.NanoFlow(2, concurrent=True)
         return Case(
             fun, weights, fresh(P(), rows, tokens, width), overlapped, mapped=on_both([columns] * depth, P(), P())
@@ -155,12 +148,14 @@ def parallel_models(quick: bool) -> dict[str, Callable[[], Case]]:
         shapes = ((width, 3 * width), (width, width), (experts, width, 2 * hidden // 4), (experts, hidden // 4, width))
         strategy = df.strategies.DualBatchOverlap()
         split = fresh(P("x"), 2 * rows, tokens, width)
-        return Case(fun, layers(specs, shapes), split, strategy, mapped=on_both([specs] * depth, P("x"), P("x")))
+        return Case(
+            fun, layers(mesh, shapes, specs, depth), split, strategy, mapped=on_both([specs] * depth, P("x"), P("x"))
+        )
 
     def of_data_parallel() -> Case:
         mean = functools.partial(df.collectives.all_reduce, axis_name="x", op="mean")
         fun = functools.partial(training.step, reduce=mean, head=head)
-        weights = layers((P(),) * 4, training.shapes(width, hidden))
+        weights = layers(mesh, training.shapes(width, hidden), (P(),) * 4, depth)
         strategy = df.strategies.GradientBuckets(4 << 20)
         split = fresh(P("x"), 2 * rows, tokens, width)
         return Case(fun, weights, split, strategy, None, on_both(P(), P("x"), (P("x"), P())))
@@ -168,7 +163,7 @@ def parallel_models(quick: bool) -> dict[str, Callable[[], Case]]:
     def of_sharded_weights() -> Case:
         gather = functools.partial(df.collectives.all_gather, axis_name="x")
         fun = functools.partial(training.step, gather=gather, head=head)
-        weights = layers((P("x"),) * 4, training.shapes(width, hidden))
+        weights = layers(mesh, training.shapes(width, hidden), (P("x"),) * 4, depth)
         strategy = df.strategies.ParameterPrefetch()
         split = fresh(P("x"), 2 * rows, tokens, width)
         return Case(fun, weights, split, strategy, None, on_both(P("x"), P("x"), (P("x"), P("x"))))

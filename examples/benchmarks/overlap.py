@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from examples.benchmarks.timing import medians
 
@@ -47,6 +48,19 @@ def attention(x: jax.Array, qkv: jax.Array, out: jax.Array, head: int, attend: A
 def normal(mesh: Any, shape: tuple[int, ...], spec: Any, seed: int, scale: float = 0.02) -> jax.Array:
     """Random bfloat16 numbers, sharded."""
     return _drawing(tuple(shape), NamedSharding(mesh, spec), scale)(seed)
+
+
+def mesh_of(axis: str, devices: int = 2) -> jax.sharding.Mesh:
+    """The first devices, along one axis."""
+    return jax.make_mesh((devices,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+
+
+def layers(mesh: Any, shapes: Sequence[Sequence[int]], specs: Sequence[P], depth: int) -> list[tuple[jax.Array, ...]]:
+    """Random weights: in each of so many layers one array for each shape, sharded as its spec says."""
+    return [
+        tuple(normal(mesh, tuple(s), spec, 4 * i + j) for j, (s, spec) in enumerate(zip(shapes, specs, strict=True)))
+        for i in range(depth)
+    ]
 
 
 @functools.cache

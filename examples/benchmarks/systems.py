@@ -28,13 +28,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import app, flags
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
 from examples.benchmarks.decoders import AXIS, SYSTEMS, Model, Reduce, share_of, step
 from examples.benchmarks.keep import keep
-from examples.benchmarks.overlap import contend
+from examples.benchmarks.overlap import contend, mesh_of
 from examples.benchmarks.timing import medians
 from examples.benchmarks.training import OPTIONS, same
 from examples.integrations.check import Sizes
@@ -50,7 +50,7 @@ SCREENED = ("default", "latency hiding")
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    mesh = jax.make_mesh((2,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = mesh_of(AXIS)
     batches = {"train": (2, 8), "forward": (4, 8)} if _QUICK.value else {"train": (4, 512), "forward": (16, 512)}
     rows = []
     for name, make in SYSTEMS.items():

@@ -16,12 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import app, flags
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
 from examples.benchmarks.keep import keep
-from examples.benchmarks.overlap import XLA, attention, contend, normal
+from examples.benchmarks.overlap import XLA, attention, contend, layers, mesh_of, normal
 from examples.benchmarks.parallel import Exchange, Layer, mlp, tensor_parallel
 
 _JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
@@ -42,15 +41,12 @@ def halves(ws: Sequence[Layer], x: jax.Array, *, reduce: Exchange, head: int) ->
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = mesh_of("tp")
     width, hidden, head, depth = (64, 96, 16, 2) if _QUICK.value else (4096, 14336, 128, 6)
     cases = ((4, 8), (2, 4)) if _QUICK.value else ((32, 512), (16, 512), (8, 512), (4, 256), (2, 128))
     specs = [(P(None, "tp"), P("tp", None), P(None, "tp"), P("tp", None))] * depth
     shapes = ((width, 3 * width), (width, width), (width, 2 * hidden), (hidden, width))
-    ws = [
-        tuple(normal(mesh, shape, spec, 4 * i + j) for j, (shape, spec) in enumerate(zip(shapes, layer, strict=True)))
-        for i, layer in enumerate(specs)
-    ]
+    ws = layers(mesh, shapes, specs[0], depth)
     rows = []
     for batch, tokens in cases:
         if _CASES.value and str(batch * tokens) not in _CASES.value:
