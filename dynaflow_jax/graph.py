@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from dynaflow_jax import compat, cost
@@ -130,6 +130,33 @@ class OpGraph:
             for index in op.predecessors:
                 found[index].append(op.index)
         return tuple(map(tuple, found))
+
+    @functools.cached_property
+    def reductions(self) -> frozenset[int]:
+        """The indices of the collectives behind the backward pass, such as those of gradients; none without one."""
+        if all(op.phase == "forward" for op in self.operators):
+            return frozenset()
+        needed = set()  # what the backward pass depends on, and the backward pass
+        for op in reversed(self.operators):
+            if any(i in needed or self[i].phase != "forward" for i in self.successors[op.index]):
+                needed.add(op.index)
+        return frozenset(op.index for op in self.operators if op.bound == "network" and op.index not in needed)
+
+    def behind(self, operators: Collection[int]) -> dict[int, frozenset[int]]:
+        """What depends on operators, directly or not, and on which of them.
+
+        Args:
+          operators: their indices.
+
+        Returns:
+          From the index of each other operator that does to the indices of those.
+        """
+        wanted = frozenset(operators)
+        found: dict[int, frozenset[int]] = {}
+        for op in self.operators:
+            direct = wanted.intersection(op.predecessors)
+            found[op.index] = direct.union(*(found[i] for i in op.predecessors))
+        return {i: before for i, before in found.items() if before and i not in wanted}
 
     def table(self) -> str:
         """The operators as a table; the bodies of loops are indented below them."""

@@ -321,3 +321,48 @@ def test_looking_up_operators():
     assert [aval.shape for aval in graph[0].inputs] == [(4, 4), (4, 4)]
     assert [aval.shape for aval in graph[0].outputs] == [(4, 4)]
     same(evaluate(graph, jnp.ones((4, 4)), jnp.ones((4, 4)))[0], table_example(jnp.ones((4, 4)), jnp.ones((4, 4))))
+
+
+# -- what depends on what ------------------------------------------------------------------------------------------
+
+
+def test_reductions_behind_the_backward_pass_and_what_waits_for_them():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def loss(ws, x):
+        for i, w in enumerate(ws):
+            with df.mark(f"layer_{i}"):
+                x = jnp.tanh(x @ w)
+            x = df.collectives.all_reduce(x, "x")  # the backward pass depends on it
+        return jnp.mean(x**2)
+
+    def step(ws, x):
+        gradients = [df.collectives.all_reduce(g, "x") for g in jax.grad(loss)(ws, x)]
+        updated = []
+        for i, (w, g) in enumerate(zip(ws, gradients, strict=True)):
+            with df.mark(f"update_{i}"):
+                updated.append(w - g)
+        return updated
+
+    args = [jnp.eye(8)] * 2, jnp.ones((16, 8))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("x")), out_specs=P(), check_vma=False)
+    (region,) = (op for op in graph_of(mapped, *args) if op.body is not None)
+    graph = region.body
+    names = {graph[i].key for i in graph.reductions}
+    assert all(name.startswith("all_reduce") for name in names)
+    assert len(names) == 2
+    waits = graph.behind(graph.reductions)
+    assert {graph[i].key for i in waits} == {"update_0", "update_1"}
+    assert [len(waits[graph[f"update_{i}"].index]) for i in range(2)] == [1, 1]
+    assert graph.behind({graph["update_0"].index}) == {}
+    first = graph["layer_0"].index
+    assert set(graph.behind({first})) == {op.index for op in graph if op.index > first and op.key != "layer_0"}
+
+
+def test_without_a_backward_pass_there_are_no_reductions():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    total = jax.shard_map(
+        lambda x: df.collectives.all_reduce(jnp.sin(x), "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
+    )
+    (region,) = (op for op in graph_of(total, jnp.ones((16, 8))) if op.body is not None)
+    assert not region.body.reductions

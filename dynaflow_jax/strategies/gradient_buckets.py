@@ -1,7 +1,6 @@
 """Gradient buckets: in a data-parallel training step, gradients are reduced while the backward pass goes on."""
 
 from dynaflow_jax.schedule import OpScheduler, ScheduleContext, ScheduledOperator
-from dynaflow_jax.strategies.updates import reductions, updates
 
 
 class GradientBuckets(OpScheduler):
@@ -31,8 +30,8 @@ class GradientBuckets(OpScheduler):
 
     def schedule(self, ctx: ScheduleContext) -> None:
         """Full buckets first, then compute; a bucket that does not fill up goes when the backward pass is over."""
-        gradients = reductions(ctx)
-        waits = updates(ctx, gradients)
+        gradients = ctx.graph.reductions
+        waits = ctx.graph.behind(gradients)
         sent: dict[int, int] = {}  # the reductions under way, in their order
         while ops := ctx.get_ready_ops():
             bucket = [op for op in ops if op.index in gradients]

@@ -1,9 +1,6 @@
 """Parameter prefetch: in a fully sharded training step, parameters are gathered shortly before they are used."""
 
-from collections.abc import Mapping
-
 from dynaflow_jax.schedule import OpScheduler, ScheduleContext, ScheduledOperator
-from dynaflow_jax.strategies.updates import reductions, updates
 
 
 class ParameterPrefetch(OpScheduler):
@@ -34,8 +31,10 @@ class ParameterPrefetch(OpScheduler):
     def schedule(self, ctx: ScheduleContext) -> None:
         """Program order, but updates last; before each operator, gathers what is used ``ahead`` operators later."""
         gathers = [op for op in ctx.all_ops() if op.bound == "network" and not op.predecessors]
-        waits = _updates(ctx, gathers)
-        compute = sorted((op for op in ctx.all_ops() if op.bound != "network"), key=lambda op: _place(ctx, op, waits))
+        waits = ctx.graph.behind(ctx.graph.reductions - {op.index for op in gathers})
+        made = {i: max(j for of in before for j in ctx.graph[of].predecessors) for i, before in waits.items()}
+        compute = [op for op in ctx.all_ops() if op.bound != "network"]
+        compute.sort(key=lambda op: (made.get(op.index, -1), op.index))
         first_use = {gather: _first_use(ctx, gather, compute) for gather in gathers}
         last = ()
         for position, op in enumerate(compute):
@@ -47,19 +46,6 @@ class ParameterPrefetch(OpScheduler):
             last = ctx.execute(op, stream=self.update_stream if op.index in waits else "compute")
             _communicate(ctx, gathers)
         _communicate(ctx, [])
-
-
-def _updates(ctx: ScheduleContext, gathers: list[ScheduledOperator]) -> Mapping[int, frozenset[int]]:
-    """The operators behind the reductions of gradients, and of which ones each; none without a backward pass."""
-    if all(op.phase == "forward" for op in ctx.graph):
-        return {}
-    return updates(ctx, reductions(ctx) - {op.index for op in gathers})
-
-
-def _place(ctx: ScheduleContext, op: ScheduledOperator, waits: Mapping[int, frozenset[int]]) -> tuple[int, int]:
-    """By what to sort: program order, but updates last and in the order in which their gradients are made."""
-    made = (max(ctx.graph[i].predecessors, default=-1) for i in waits.get(op.index, ()))
-    return max(made, default=-1), op.index
 
 
 def _first_use(ctx: ScheduleContext, gather: ScheduledOperator, compute: list[ScheduledOperator]) -> int:

@@ -267,7 +267,7 @@ def test_a_kernel_is_used_where_it_was_measured_faster(monkeypatch):
     asked = []
     for module in (add_rms_norm, rms_norm):
         monkeypatch.setattr(module, "supports", module.supports_shapes)
-    monkeypatch.setattr("pallas_kernels.measured.worthwhile", lambda *what: asked.append(what) or False)
+    monkeypatch.setattr("pallas_kernels.measured.worthwhile_in_place", lambda *what: asked.append(what) or False)
     args = jnp.ones(WIDTH), rows(KEYS[0], "bfloat16"), rows(KEYS[1], "bfloat16")
     jaxpr = jax.make_jaxpr(layer(with_rsqrt("bfloat16")))(*args)
     assert substituted(jaxpr, [Kernels()]) is None
