@@ -336,48 +336,46 @@ struct AsyncDevice final : Device {
   int releases = 0;
 };
 
-TEST(Rendezvous, ADeviceThatCannotLaunchReleasesItsPeers) {
-  Plan plan(nullptr, 1, 2, kPatient);
-  std::array<AsyncDevice*, 2> devices;
-  for (int d = 0; d < 2; ++d) {
-    auto device = std::make_unique<AsyncDevice>();
-    devices[d] = device.get();
-    plan.Add(d, std::make_shared<Executor>(ProgramBuilder(0), std::move(device)));
+// A plan of two such devices.
+struct AsyncPair {
+  AsyncPair() {
+    for (int d = 0; d < 2; ++d) {
+      auto device = std::make_unique<AsyncDevice>();
+      devices[d] = device.get();
+      plan.Add(d, std::make_shared<Executor>(ProgramBuilder(0), std::move(device)));
+    }
+    devices[0]->peer = devices[1];
+    devices[1]->peer = devices[0];
   }
-  devices[0]->peer = devices[1];
-  devices[1]->peer = devices[0];
-  devices[1]->fails = true;
-  std::string other_error;
-  std::thread other([&] { other_error = plan.Run({.device = 0}).message(); });
-  EXPECT_EQ(plan.Run({.device = 1}).message(), "device 1: out of luck");
-  other.join();
-  EXPECT_EQ(other_error, "device 1: out of luck");
-  EXPECT_FALSE(devices[0]->waits);
-  EXPECT_EQ(plan.stats().broken, "device 1: out of luck");
+
+  // What the devices' calls of a run say.
+  std::array<std::string, 2> Run() {
+    std::array<std::string, 2> errors;
+    std::thread other([&] { errors[0] = plan.Run({.device = 0}).message(); });
+    errors[1] = plan.Run({.device = 1}).message();
+    other.join();
+    return errors;
+  }
+
+  Plan plan{nullptr, 1, 2, kPatient};
+  std::array<AsyncDevice*, 2> devices;
+};
+
+TEST(Rendezvous, ADeviceThatCannotLaunchReleasesItsPeers) {
+  AsyncPair pair;
+  pair.devices[1]->fails = true;
+  EXPECT_THAT(pair.Run(), Each("device 1: out of luck"));
+  EXPECT_FALSE(pair.devices[0]->waits);
+  EXPECT_EQ(pair.plan.stats().broken, "device 1: out of luck");
 }
 
 TEST(Rendezvous, ADeviceThatFailsLaterReleasesItsPeers) {
-  Plan plan(nullptr, 1, 2, kPatient);
-  std::array<AsyncDevice*, 2> devices;
-  for (int d = 0; d < 2; ++d) {
-    auto device = std::make_unique<AsyncDevice>();
-    devices[d] = device.get();
-    plan.Add(d, std::make_shared<Executor>(ProgramBuilder(0), std::move(device)));
-  }
-  devices[0]->peer = devices[1];
-  devices[1]->peer = devices[0];
-  const auto both = [&] {
-    std::string other_error;
-    std::thread other([&] { other_error = plan.Run({.device = 0}).message(); });
-    const std::string error = plan.Run({.device = 1}).message();
-    other.join();
-    return std::pair(error, other_error);
-  };
-  EXPECT_EQ(both(), std::pair(std::string(), std::string()));
-  devices[1]->burns = true;
-  while (devices[0]->waits) std::this_thread::yield();
-  EXPECT_EQ(plan.stats().broken, "device 1: burnt out");
-  EXPECT_EQ(both(), std::pair(std::string("device 1: burnt out"), std::string("device 1: burnt out")));
+  AsyncPair pair;
+  EXPECT_THAT(pair.Run(), Each(IsEmpty()));
+  pair.devices[1]->burns = true;
+  while (pair.devices[0]->waits) std::this_thread::yield();
+  EXPECT_EQ(pair.plan.stats().broken, "device 1: burnt out");
+  EXPECT_THAT(pair.Run(), Each("device 1: burnt out"));
 }
 
 }  // namespace
