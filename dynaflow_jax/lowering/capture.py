@@ -30,17 +30,15 @@ _CALLS = frozenset("pjit jit closed_call core_call custom_jvp_call custom_vjp_ca
 _TOKEN = jax.ShapeDtypeStruct((), np.int32)
 
 
-def captured(fun: Callable[..., Sequence[Any]], shapes: Sequence[Any]) -> Callable[..., list[Any]]:
+def captured(fun: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
     """A function whose kernels are captured when it runs: a capture begins before the first and ends after the last.
 
     Args:
       fun: gives a sequence of arrays.
-      shapes: the types of its arguments.
 
     Returns:
       A function with those results, and a token behind them.
     """
-    del shapes
 
     def run(*args: Any) -> list[Any]:
         args, _ = _begun(args)
@@ -50,20 +48,19 @@ def captured(fun: Callable[..., Sequence[Any]], shapes: Sequence[Any]) -> Callab
     return run
 
 
-def enclosed(fun: Callable[..., Sequence[Any]], shapes: Sequence[Any]) -> Callable[..., list[Any]]:
+def enclosed(fun: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
     """The same, with all copies inside, whatever the function gives: at the price that more may be copied."""
-    return _inside(fun, shapes, tied=False)
+    return _inside(fun, tied=False)
 
 
-def tied(fun: Callable[..., Sequence[Any]], shapes: Sequence[Any]) -> Callable[..., list[Any]]:
+def tied(fun: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
     """The same, with what depends on no argument inside, too: at the price that XLA folds no constants."""
-    return _inside(fun, shapes, tied=True)
+    return _inside(fun, tied=True)
 
 
-def _inside(fun: Callable[..., Sequence[Any]], shapes: Sequence[Any], *, tied: bool) -> Callable[..., list[Any]]:
-    program = jax.make_jaxpr(fun)(*shapes)
-
+def _inside(fun: Callable[..., Sequence[Any]], *, tied: bool) -> Callable[..., list[Any]]:
     def run(*args: Any) -> list[Any]:
+        program = jax.make_jaxpr(fun)(*args)
         args, started = _begun(args)
         results = _evaluate(program, args, started, tied)
         # The end gives the outputs, in place, so that they have memory of their own and rows in order before it.
@@ -152,8 +149,7 @@ class _Evaluation:
         """A value that XLA can only compute once the capture has begun."""
         value = jnp.asarray(value)
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            bits = self._waiting(jax.random.key_data(value))
-            return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
+            return _of_bits(self._waiting, value)
         other = ~value if value.dtype == bool else value + jnp.ones((), value.dtype)
         return jnp.where(self._zero == 0, value, other)
 
@@ -180,9 +176,13 @@ def _copied(value: Any, started: jax.Array) -> Any:
     """A copy that XLA cannot take for its original, and can only make once the capture has begun."""
     value = jnp.asarray(value)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        bits = _copied(jax.random.key_data(value), started)
-        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
+        return _of_bits(lambda bits: _copied(bits, started), value)
     return jax.ffi.ffi_call("dynaflow_copy", jax.ShapeDtypeStruct(value.shape, value.dtype))(value, started)
+
+
+def _of_bits(fun: Callable[[Any], Any], keys: Any) -> Any:
+    """Random keys whose bits a function gives, of the bits that they have."""
+    return jax.random.wrap_key_data(fun(jax.random.key_data(keys)), impl=jax.random.key_impl(keys))
 
 
 class _Outside:

@@ -132,7 +132,7 @@ def test_nothing_is_left_outside_of_the_capture(fun):
     shapes.append(jax.ShapeDtypeStruct((8,), jnp.int32))
 
     def left_outside(form):
-        compiled = jax.jit(form(fun, shapes), keep_unused=True).lower(*shapes).compile()
+        compiled = jax.jit(form(fun), keep_unused=True).lower(*shapes).compile()
         return cuda.outside_of_capture(compiled.as_text())
 
     assert not all(map(left_outside, (capture.captured, capture.enclosed, capture.tied)))
