@@ -5,8 +5,8 @@
 The loop of ``examples/serving``: requests arrive in bursts of up to 32, are read, and join a batch of 16 or 32 rows
 until they have their tokens. Eight layers of the decoder (width 2048, 16 heads, hidden 5632, vocabulary 32000,
 bfloat16), on two GPUs tensor-parallel; prompts of 257 to 512 tokens, up to 128 new ones for each of 128 requests. A
-batch with few tokens is left whole, one with many is split in two, from 16 tokens on (so when decoding, too) or from
-2048: by ``Switch`` in one program, or by the server between two.
+batch with few tokens is left whole, one with many is split in two, from 2048 tokens on or, on one GPU, from 16 (so when
+decoding, too): by ``Switch`` in one program, or by the server between two.
 
 XLA's best of: by default, with the latency-hiding scheduler (two GPUs) and without command buffers. Contenders take
 turns in one process; medians of the time for all requests. ``difference`` is the share of tokens that are not those of
