@@ -801,7 +801,7 @@ class Resolved:
                 raise DynaFlowError(f"backend='dispatch': {problem}.")
             self.choice = Choice(False, problem)
             return False
-        extension.register()
+        extension.register("cpu" if platform == "cpu" else "cuda")
         return True
 
     def _dispatch_all(self, platform: str) -> None:

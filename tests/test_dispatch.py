@@ -3,6 +3,7 @@
 import gc
 import threading
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import dynaflow_jax as df
 from dynaflow_jax.errors import DispatchWarning
 from dynaflow_jax.runtime import cuda, extension, host, private
+from dynaflow_jax.runtime.binder import Binder
 
 pytestmark = pytest.mark.skipif(extension.module is None, reason="the extension was not built")
 
@@ -284,6 +286,44 @@ def test_a_plan_is_freed_with_its_function():
     gc.collect()
     with pytest.raises(extension.module.DispatchError, match=f"{plan}"):
         extension.module.plan_stats(plan)
+
+
+def test_functions_dropped_before_their_runs_begin(monkeypatch):
+    """XLA runs a call when its inputs are there; until then the plan is needed, though nobody else holds it."""
+    ready, freed, results = threading.Event(), [], []
+    bind = Binder.bind
+    with monkeypatch.context() as patch:
+        patch.setattr(Binder, "bind", lambda self, calls: (ready.wait(60), bind(self, calls)))
+        waiting = df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0), backend="dispatch")
+        # Beside work, since XLA's CPU client runs what it takes to be cheap before it returns.
+        late, _ = jax.jit(lambda x: (waiting(WS, x), x.T @ x @ x.T @ x))(X)
+    for k in range(3):
+        flow = df.dynaflow(model, scheduler=Streams(2 + k, 6 - k), batch_axes=(None, 0), backend="dispatch")
+        results.append(jax.jit(flow)(WS, late))
+        (resolved,) = flow._cache.values()
+        weakref.finalize(resolved._binder, freed.append, k)
+        del flow, resolved
+    jax.clear_caches()
+    gc.collect()
+    assert not freed
+    assert not any(result.is_ready() for result in results)
+    ready.set()
+    for result in results:
+        close(result, model(WS, model(WS, X)))
+    jax.clear_caches()
+    gc.collect()
+    assert sorted(freed) == [0, 1, 2]
+
+
+def test_compiled_programs_outlive_their_function():
+    flow = df.dynaflow(model, scheduler=Streams(4, 4), batch_axes=(None, 0), backend="dispatch")
+    run = jax.jit(flow).lower(WS, X).compile()
+    del flow
+    jax.clear_caches()
+    gc.collect()
+    for k in range(3):  # at addresses that want programs of their own, too
+        rows = X + k
+        close(run(WS, rows), model(WS, rows))
 
 
 def test_prepare():

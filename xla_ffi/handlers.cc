@@ -2,6 +2,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "xla_ffi/capture.h"
@@ -58,14 +60,20 @@ Result<std::vector<void*>> Pointers(const ffi::RemainingRets& rets) {
   return pointers;
 }
 
+template <typename Callee>
+ffi::ErrorOr<std::unique_ptr<Callee>> FindPlan(int64_t id) {
+  auto plan = Registry::Global().Find(id);
+  if (!plan.ok()) return ffi::Unexpected(ToFfi(plan.status()));
+  return std::make_unique<Callee>(Callee{std::move(*plan)});
+}
+
 // Completes the call with its buffers, and runs it.
-Status Dispatch(int64_t plan_id, Call call, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) {
-  DYNAFLOW_ASSIGN(const auto plan, Registry::Global().Find(plan_id));
+Status Dispatch(Plan& plan, Call call, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) {
   DYNAFLOW_ASSIGN(const auto inputs, Pointers(args));
   DYNAFLOW_ASSIGN(const auto outputs, Pointers(rets));
   call.inputs = inputs;
   call.outputs = outputs;
-  return plan->Run(call);
+  return plan.Run(call);
 }
 
 // The stream may belong to another device than the thread that waits here works for.
@@ -74,8 +82,8 @@ Status SynchronizeCuda(void* stream) {
   return cuda::Synchronize(*driver, static_cast<cuda::Stream>(stream));
 }
 
-Status DispatchCuda(cuda::Stream stream, ffi::RunId run, const ffi::RemainingArgs& args,
-                    const ffi::RemainingRets& rets, int64_t plan) {
+Status DispatchCuda(cuda::Stream stream, ffi::RunId run, Plan& plan, const ffi::RemainingArgs& args,
+                    const ffi::RemainingRets& rets) {
   DYNAFLOW_ASSIGN(const cuda::Driver* driver, cuda::Driver::Get());
   DYNAFLOW_ASSIGN(const int device, cuda::DeviceOf(*driver, stream));
   const Call call{.device = device, .stream = stream, .run_id = run.run_id, .synchronize = &SynchronizeCuda};
@@ -104,30 +112,39 @@ Status CopyCuda(cuda::Stream stream, ffi::AnyBuffer from, ffi::AnyBuffer to) {
 
 }  // namespace
 
+ffi::TypeId CudaCallee::id = {};
+ffi::TypeId HostCallee::id = {};
+const ffi::TypeInfo CudaCallee::info = ffi::MakeTypeInfo<CudaCallee>();
+const ffi::TypeInfo HostCallee::info = ffi::MakeTypeInfo<HostCallee>();
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DynaflowFindCuda, FindPlan<CudaCallee>,
+                              ffi::Ffi::BindInstantiate().Attr<int64_t>("plan"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DynaflowFindHost, FindPlan<HostCallee>,
+                              ffi::Ffi::BindInstantiate().Attr<int64_t>("plan"));
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     DynaflowDispatchCuda,
-    [](cuda::Stream stream, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t plan) {
-      return ToFfi(DispatchCuda(stream, run, args, rets, plan));
-    },
+    [](cuda::Stream stream, ffi::RunId run, CudaCallee* callee, ffi::RemainingArgs args,
+       ffi::RemainingRets rets) { return ToFfi(DispatchCuda(stream, run, *callee->plan, args, rets)); },
     ffi::Ffi::Bind()
         .Ctx<ffi::PlatformStream<cuda::Stream>>()
         .Ctx<ffi::RunId>()
+        .Ctx<ffi::State<CudaCallee>>()
         .RemainingArgs()
-        .RemainingRets()
-        .Attr<int64_t>("plan"));
+        .RemainingRets());
 
 // On the host XLA's thread waits: its buffers live as long as this call.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     DynaflowDispatchHost,
-    [](int32_t device, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t plan) {
-      return ToFfi(Dispatch(plan, {.device = device, .run_id = run.run_id}, args, rets));
+    [](int32_t device, ffi::RunId run, HostCallee* callee, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+      return ToFfi(Dispatch(*callee->plan, {.device = device, .run_id = run.run_id}, args, rets));
     },
     ffi::Ffi::Bind()
         .Ctx<ffi::DeviceOrdinal>()
         .Ctx<ffi::RunId>()
+        .Ctx<ffi::State<HostCallee>>()
         .RemainingArgs()
-        .RemainingRets()
-        .Attr<int64_t>("plan"));
+        .RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     DynaflowCaptureBegin,

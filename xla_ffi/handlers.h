@@ -1,11 +1,29 @@
 // The custom calls, as XLA sees them. Nothing else of the executor knows XLA's headers.
 #pragma once
 
+#include <memory>
+
 #include "xla/ffi/api/ffi.h"
+#include "xla_ffi/registry.h"
 
 namespace dynaflow {
 
-// dynaflow_dispatch(*inputs, plan=id) -> outputs: runs a plan.
+// What XLA keeps with a compiled call of a plan: the plan, which lives as long as anything that may run it.
+// XLA numbers types for each platform by itself, so each has its own.
+struct CudaCallee {
+  static xla::ffi::TypeId id;
+  static const xla::ffi::TypeInfo info;
+  std::shared_ptr<Plan> plan;
+};
+struct HostCallee {
+  static xla::ffi::TypeId id;
+  static const xla::ffi::TypeInfo info;
+  std::shared_ptr<Plan> plan;
+};
+
+// dynaflow_dispatch(*inputs, plan=id) -> outputs: finds a plan when it is compiled, and runs it.
+XLA_FFI_DECLARE_HANDLER_SYMBOL(DynaflowFindCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(DynaflowFindHost);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(DynaflowDispatchCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(DynaflowDispatchHost);
 

@@ -280,19 +280,39 @@ nb::object DlpackCapsule(uint64_t address, std::vector<int64_t> shape, uint8_t d
   return nb::steal(capsule);
 }
 
-nb::list Handlers() {
+nb::list Handlers(const std::string& platform) {
   nb::list handlers;
-  auto add = [&](const char* name, const char* platform, auto* handler) {
-    nb::capsule capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
-    handlers.append(nb::make_tuple(name, platform, capsule));
+  const auto capsule = [](auto* handler) {
+    return nb::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
   };
-  add("dynaflow_dispatch", "CUDA", DynaflowDispatchCuda);
-  add("dynaflow_dispatch", "cpu", DynaflowDispatchHost);
-  add("dynaflow_capture_begin", "CUDA", DynaflowCaptureBegin);
-  add("dynaflow_capture_end", "CUDA", DynaflowCaptureEnd);
-  add("dynaflow_copy", "CUDA", DynaflowCopyCuda);
-  add("dynaflow_copy", "cpu", DynaflowCopyHost);
+  const auto add = [&](const char* name, auto* execute, auto*... instantiate) {
+    nb::dict stages;
+    stages["execute"] = capsule(execute);
+    ((stages["instantiate"] = capsule(instantiate)), ...);
+    handlers.append(nb::make_tuple(name, stages));
+  };
+  if (platform == "cpu") {
+    add("dynaflow_dispatch", DynaflowDispatchHost, DynaflowFindHost);
+    add("dynaflow_copy", DynaflowCopyHost);
+  } else {
+    add("dynaflow_dispatch", DynaflowDispatchCuda, DynaflowFindCuda);
+    add("dynaflow_copy", DynaflowCopyCuda);
+    add("dynaflow_capture_begin", DynaflowCaptureBegin);
+    add("dynaflow_capture_end", DynaflowCaptureEnd);
+  }
   return handlers;
+}
+
+template <typename Callee>
+nb::tuple TypeOf(const char* name) {
+  nb::dict type;
+  type["type_id"] = nb::capsule(&Callee::id);
+  type["type_info"] = nb::capsule(&Callee::info);
+  return nb::make_tuple(name, type);
+}
+
+nb::tuple CalleeType(const std::string& platform) {
+  return platform == "cpu" ? TypeOf<HostCallee>("dynaflow_callee") : TypeOf<CudaCallee>("dynaflow_callee");
 }
 
 // Programs hold threads and Python functions, which must go while there is an interpreter.
@@ -309,7 +329,10 @@ NB_MODULE(_dispatch, m) {
   m.attr("PROGRAM_VERSION") = kProgramVersion;
   nb::exception<DispatchError>(m, "DispatchError", PyExc_RuntimeError);
 
-  m.def("handlers", &Handlers, "The FFI handlers, as (target name, platform, capsule).");
+  m.def("callee_type", &CalleeType, "platform"_a,
+        "The type of what a compiled call of a plan keeps, as (name, what JAX registers), for \"cpu\" or "
+        "\"CUDA\"; XLA has to know it before the handlers.");
+  m.def("handlers", &Handlers, "platform"_a, "The FFI handlers, as (target name, capsules by stage).");
   m.def(
       "check_program", [](const nb::bytes& blob, bool order) { DecodeChecked(blob, order); }, "program"_a,
       "order_overlaps"_a = false, "Raises what is wrong with a program, if anything.");

@@ -26,12 +26,18 @@ void Plan::Forget() {
   for (const auto& set : gone) stats_.evictions += set.size();
 }
 
+void Plan::Close() {
+  closed_ = true;
+  Forget();
+}
+
 std::shared_ptr<Executor> Plan::Find(const Call& call) {
   std::lock_guard lock(mutex_);
   return programs_.Find(call);
 }
 
 Status Plan::Run(Call call) {
+  if (closed_) return FailedPrecondition("no plan runs any more: the process is about to exit");
   call.timeout = timeout_;
   if (!rendezvous_) return RunAlone(call);
   return rendezvous_->Run(call, [this](std::span<const Call> calls) { return Prepare(calls); });
@@ -121,36 +127,41 @@ Registry& Registry::Global() {
 
 int64_t Registry::Add(std::shared_ptr<Plan> plan) {
   std::lock_guard lock(mutex_);
-  plans_.emplace(next_id_, std::move(plan));
+  std::erase_if(plans_, [](const auto& entry) { return entry.second.plan.expired(); });
+  plans_.emplace(next_id_, Entry{plan, plan});
   return next_id_++;
 }
 
 Result<std::shared_ptr<Plan>> Registry::Find(int64_t id) const {
   std::lock_guard lock(mutex_);
   const auto it = plans_.find(id);
-  if (it == plans_.end()) return NotFound("no plan ", id, ": it was freed, or never made");
-  return it->second;
+  if (auto plan = it == plans_.end() ? nullptr : it->second.plan.lock()) return plan;
+  return NotFound("no plan ", id, ": it was freed, or never made");
 }
 
 Status Registry::Free(int64_t id) {
   std::shared_ptr<Plan> freed;  // destroyed after the lock
   std::lock_guard lock(mutex_);
   const auto it = plans_.find(id);
-  if (it == plans_.end()) return NotFound("no plan ", id, " to free");
-  freed = std::move(it->second);
-  plans_.erase(it);
+  if (it == plans_.end() || !it->second.owned) return NotFound("no plan ", id, " to free");
+  freed = std::move(it->second.owned);
   return {};
 }
 
 void Registry::Clear() {
-  std::unordered_map<int64_t, std::shared_ptr<Plan>> freed;
-  std::lock_guard lock(mutex_);
-  freed.swap(plans_);
+  std::unordered_map<int64_t, Entry> all;
+  {
+    std::lock_guard lock(mutex_);
+    all.swap(plans_);
+  }
+  for (const auto& [id, entry] : all) {
+    if (const auto plan = entry.plan.lock()) plan->Close();
+  }
 }
 
 size_t Registry::size() const {
   std::lock_guard lock(mutex_);
-  return plans_.size();
+  return std::count_if(plans_.begin(), plans_.end(), [](const auto& entry) { return entry.second.owned; });
 }
 
 }  // namespace dynaflow

@@ -8,6 +8,7 @@
 // sets, one for each device.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -41,6 +42,8 @@ class Plan {
   void Add(int device, std::shared_ptr<Executor> executor);
   // Forgets all programs; runs under way finish first.
   void Forget();
+  // Runs nothing from now on, and forgets all programs.
+  void Close();
   Status Run(Call call);
 
   struct Stats {
@@ -62,6 +65,7 @@ class Plan {
 
   const OnMiss on_miss_;
   const double timeout_;
+  std::atomic<bool> closed_ = false;
   std::mutex missing_;  // held while the owner makes a program; taken before mutex_
 
   mutable std::mutex mutex_;  // for what follows
@@ -71,8 +75,9 @@ class Plan {
   std::optional<Rendezvous> rendezvous_;  // where there are several participants
 };
 
-// Thread-safe. Whoever runs a plan holds it, so freeing it meanwhile is safe: it goes when the last run
-// returns.
+// Plans by number; thread-safe. A plan that was freed goes with the last that holds it: a run under way, or a
+// compiled program, which may be handed to XLA and not have begun. Until then it is found, since those may
+// want another program.
 class Registry {
  public:
   static Registry& Global();
@@ -80,12 +85,17 @@ class Registry {
   int64_t Add(std::shared_ptr<Plan> plan);
   Result<std::shared_ptr<Plan>> Find(int64_t id) const;
   Status Free(int64_t id);
+  // Frees all, and closes those that others hold.
   void Clear();
-  size_t size() const;
+  size_t size() const;  // plans that were not freed
 
  private:
+  struct Entry {
+    std::shared_ptr<Plan> owned;  // until it is freed
+    std::weak_ptr<Plan> plan;
+  };
   mutable std::mutex mutex_;
-  std::unordered_map<int64_t, std::shared_ptr<Plan>> plans_;
+  std::unordered_map<int64_t, Entry> plans_;
   int64_t next_id_ = 1;
 };
 

@@ -21,10 +21,14 @@ if importlib.util.find_spec("dynaflow_jax._dispatch") is not None:
 
 
 @functools.cache
-def register() -> None:
-    """Makes the extension's handlers known to XLA; once per process."""
-    for name, platform, handler in module.handlers():
-        jax.ffi.register_ffi_target(name, handler, platform=platform)
+def register(platform: str) -> None:
+    """Makes the extension's handlers known to XLA; once per process and platform, ``"cpu"`` or ``"cuda"``."""
+    jax.local_devices(backend=platform)  # JAX tells XLA of types after handlers, unless the platform is there already
+    where = platform if platform == "cpu" else platform.upper()
+    name, registration = module.callee_type(where)
+    jax.ffi.register_ffi_type(name, registration, platform=where)
+    for name, stages in module.handlers(where):
+        jax.ffi.register_ffi_target(name, stages, platform=where)
 
 
 def unavailable_because(platform: str) -> str:

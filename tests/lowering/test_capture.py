@@ -16,7 +16,7 @@ X, W = jnp.arange(12.0).reshape(3, 4), jnp.linspace(0, 1, 20).reshape(4, 5)
 
 def copies(fun, *args):
     """How many values are copied; the results must be the function's, whatever the token holds."""
-    extension.register()
+    extension.register("cpu")
     program = jax.make_jaxpr(fun)(*args)
     evaluate = lambda started: capture._evaluate(program, args, started)  # noqa: E731
     for started in (-1, 0, 1):
@@ -84,7 +84,7 @@ def test_an_operand_that_a_custom_call_writes_to_is_copied():
 def test_random_keys_are_copied():
     key = jax.random.key(3)
     program = jax.make_jaxpr(lambda key: [key])(key)
-    extension.register()
+    extension.register("cpu")
     (got,) = jax.jit(lambda key: capture._evaluate(program, (key,), jnp.int32(1)))(key)
     assert (jax.random.key_data(got) == jax.random.key_data(key)).all()
 
@@ -124,8 +124,8 @@ def accumulated(cache, row, place):
 @pytest.mark.parametrize("fun", [decode, decode_at_known_places, positions, given_back, accumulated])
 def test_nothing_is_left_outside_of_the_capture(fun):
     """Compiled for the CPU, whose compiler copies and schedules as that for GPUs does, with stand-ins for the calls."""
-    extension.register()
-    (stand_in,) = [call for name, platform, call in extension.module.handlers() if (name, platform) == (COPY, "cpu")]
+    extension.register("cpu")
+    stand_in = dict(extension.module.handlers("cpu"))[COPY]
     for name in ("dynaflow_capture_begin", "dynaflow_capture_end"):
         jax.ffi.register_ffi_target(name, stand_in, platform="cpu")
     shapes = [jax.ShapeDtypeStruct((8, 16, 4), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32)]

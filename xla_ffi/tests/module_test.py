@@ -19,8 +19,10 @@ import pytest
 
 from dynaflow_jax import _dispatch
 
-for name, platform, capsule in _dispatch.handlers():
-    jax.ffi.register_ffi_target(name, capsule, platform=platform)
+jax.devices()  # JAX tells XLA of types after handlers, unless the platform is there already
+jax.ffi.register_ffi_type(*_dispatch.callee_type("cpu"), platform="cpu")
+for name, stages in _dispatch.handlers("cpu"):
+    jax.ffi.register_ffi_target(name, stages, platform="cpu")
 
 MEMORY, INPUT, OUTPUT = range(3)
 LAUNCH, COPY, RECORD, WAIT, SIGNAL, AWAIT = range(6)

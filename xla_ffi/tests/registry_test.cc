@@ -30,13 +30,30 @@ std::shared_ptr<Executor> PinnedAt(const void* address) {
 
 TEST(Registry, FindsWhatItWasGiven) {
   Registry registry;
-  const auto plan = std::make_shared<Plan>(nullptr, 1);
+  auto plan = std::make_shared<Plan>(nullptr, 1);
   const int64_t id = registry.Add(plan);
   EXPECT_EQ(registry.Find(id).value(), plan);
   EXPECT_TRUE(registry.Free(id).ok());
-  EXPECT_EQ(registry.Find(id).status().code(), Code::kNotFound);
+  EXPECT_EQ(registry.size(), 0u);
+  EXPECT_EQ(registry.Find(id).value(), plan) << "who holds it may want another program";
   EXPECT_THAT(registry.Free(id).message(), HasSubstr(StrCat("no plan ", id)));
-  EXPECT_NE(registry.Add(plan), id) << "an id must not come back: a stale call would run another plan";
+  plan.reset();
+  EXPECT_EQ(registry.Find(id).status().code(), Code::kNotFound);
+  EXPECT_NE(registry.Add(std::make_shared<Plan>(nullptr, 1)), id)
+      << "an id must not come back: a stale call would run another plan";
+}
+
+TEST(Registry, ClearingClosesWhatOthersHold) {
+  Registry registry;
+  const auto plan = std::make_shared<Plan>(nullptr, 1);
+  auto kept = std::make_shared<int>(1);
+  const std::weak_ptr<int> watch = kept;
+  plan->Add(0, OneOperator([] { return Status(); }, std::move(kept)));
+  EXPECT_TRUE(registry.Free(registry.Add(plan)).ok());
+  EXPECT_TRUE(plan->Run({}).ok());
+  registry.Clear();
+  EXPECT_TRUE(watch.expired());
+  EXPECT_THAT(plan->Run({}).message(), HasSubstr("about to exit"));
 }
 
 TEST(Registry, FreeingWhileRunningIsSafe) {
