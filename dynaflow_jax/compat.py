@@ -393,6 +393,16 @@ def module_bytecode(lowered: Any) -> bytes:
 
 def compile_for(client: Any, device: Any, bytecode: bytes) -> Any:
     """A loaded executable for one device, whose kernels are launched one by one: no graphs inside graphs."""
+    return client.compile_and_load(bytecode, *_placement(client, device))
+
+
+def load_for(client: Any, device: Any, executable: Any) -> Any:
+    """The same executable for another device or client, whose device is of the same kind; nothing is compiled."""
+    return client.deserialize_executable(executable.serialize(), *_placement(client, device))
+
+
+def _placement(client: Any, device: Any) -> tuple[Any, Any]:
+    """One device as XLA's list, and options for compiling for it."""
     from jax._src import compiler
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
@@ -403,7 +413,7 @@ def compile_for(client: Any, device: Any, bytecode: bytes) -> Any:
         device_assignment=np.array([[device.id]]),
         env_options_overrides=overrides,
     )
-    return client.compile_and_load(bytecode, _jax.DeviceList((device,)), options)
+    return _jax.DeviceList((device,)), options
 
 
 def execute_single(executable: Any, inputs: Sequence[Any]) -> list[Any]:

@@ -1,5 +1,6 @@
 """Every corner of JAX that only `compat` knows, checked against the version that is installed."""
 
+import re
 import threading
 
 import jax
@@ -277,3 +278,16 @@ def test_mosaic_gpu_is_simulated():
     assert callable(interpreter.InterpretGPUParams)
     with interpreter.force_gpu_interpret_mode():
         pass
+
+
+def test_executables_are_loaded_for_other_devices_and_clients():
+    mine, others = compat.make_client("cpu", 0.1), compat.make_client("cpu", 0.1)
+    lowered = jax.jit(lambda x: (x @ x, jnp.sin(x))).lower(jax.ShapeDtypeStruct((4, 4), jnp.float32))
+    compiled = compat.compile_for(mine, mine.devices()[0], compat.module_bytecode(lowered))
+    instructions = lambda executable: re.findall(r"%[\w.]+ = \S+ [\w\-]+", compat.scheduled_text(executable))  # noqa: E731
+    assert instructions(compiled)
+    for client, device in ((mine, mine.devices()[1]), (others, others.devices()[0]), (others, others.devices()[2])):
+        loaded = compat.load_for(client, device, compiled)
+        (used,) = loaded.local_devices()
+        assert (used.client, used.id) == (client, device.id)
+        assert instructions(loaded) == instructions(compiled)

@@ -200,21 +200,27 @@ class Binder:
         return Shared(memory, flags, (owner, flags_owner))
 
     def _executable(self, partition: Partition, device: int) -> Any:
-        """The executable of a partition, one for all whose modules are equal."""
+        """The executable of a partition, one for all whose modules are equal; compiled once for all devices."""
         stream = partition.where.stream if self.platform == "cuda" else ""
         key = (partition.key, stream, device)
         if key not in self._executables:
             client = private.client(self.platform, device, stream)
+            same = next((found for (known, *_), found in self._executables.items() if known == partition.key), None)
             with naming(partition.name, "compiled"):
-                executable = client.compile(partition.module)
-                for other in partition.others:
-                    if not cuda.outside_of_capture(compat.scheduled_text(executable)):
-                        break
-                    executable = client.compile(other())
-            if self.platform == "cuda":
-                cuda.check_capturable(compat.scheduled_text(executable), partition.name)
-            self._executables[key] = executable
+                self._executables[key] = self._compile(partition, client) if same is None else client.load(same)
         return self._executables[key]
+
+    def _compile(self, partition: Partition, client: private.Client) -> Any:
+        """Compiles the first form of a partition that a capture can hold."""
+        executable = client.compile(partition.module)
+        if self.platform != "cuda":
+            return executable
+        for other in partition.others:
+            if not cuda.outside_of_capture(compat.scheduled_text(executable)):
+                break
+            executable = client.compile(other())
+        cuda.check_capturable(compat.scheduled_text(executable), partition.name)
+        return executable
 
 
 @contextlib.contextmanager

@@ -28,6 +28,10 @@ class Client:
         """An executable of a StableHLO module, for this device."""
         return compat.compile_for(self._client, self._device, bytecode)
 
+    def load(self, executable: Any) -> Any:
+        """An executable of another device or client, for this device: in milliseconds, where compiling takes longer."""
+        return compat.load_for(self._client, self._device, executable)
+
     def run(self, executable: Any, inputs: Sequence[Any]) -> list[Any]:
         """Runs an executable on buffers of this client."""
         return compat.execute_single(executable, inputs)
