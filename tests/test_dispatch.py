@@ -387,6 +387,10 @@ def test_what_a_capture_would_miss_is_refused():
     ):
         with pytest.raises(df.DynaFlowError, match="XLA moved an instruction out of the capture: %c"):
             cuda.check_capturable(MODULE.replace(marker, added + marker), "op")
+    fused = MODULE.replace('custom-call(%f), custom_call_target="dynaflow_capture_end"', "fusion(%f), calls=%c")
+    for name, culprit in (("%end", "the end of the capture"), ("%dynamic_slice_fusion", "%dynamic_slice_fusion")):
+        with pytest.raises(df.DynaFlowError, match=f"XLA moved an instruction out of the capture: {culprit}"):
+            cuda.check_capturable(fused.replace("%end", name), "op")
     with pytest.raises(df.DynaFlowError, match="op cannot be captured: it holds a while"):
         cuda.check_capturable(MODULE.replace("  %f", "  %w = (f32[8]{0}, s32[]) while(%t)\n  %f", 1), "op")
 

@@ -20,6 +20,8 @@ _VIEWS = frozenset(
     "reshape squeeze expand_dims transpose broadcast_in_dim bitcast_convert_type copy copy_p optimization_barrier "
     "pvary pcast name layout_constraint".split()
 )
+# What XLA may give a custom call as a part of its operand's memory.
+_SLICES = frozenset({"slice", "dynamic_slice"})
 # What XLA writes into its first operand's memory.
 _IN_PLACE = frozenset(
     "dynamic_update_slice scatter scatter-add scatter-mul scatter-min scatter-max scatter_add".split()
@@ -84,7 +86,7 @@ def _evaluate(program: Any, args: Sequence[Any], started: jax.Array, tied: bool 
     outside = _Outside(jaxpr, [True] * len(jaxpr.invars))
     results = _Evaluation(started, tied).run(jaxpr, program.consts, args, outside, set())
     pairs = zip(jaxpr.outvars, results, strict=True)
-    return [_copied(value, started) if outside.has(atom) else value for atom, value in pairs]
+    return [_copied(value, started) if outside.has(atom) or outside.cut(atom) else value for atom, value in pairs]
 
 
 class _Evaluation:
@@ -186,7 +188,9 @@ def _of_bits(fun: Callable[[Any], Any], keys: Any) -> Any:
 
 
 class _Outside:
-    """Which variables' memory may be there before the first kernel: inputs, constants, and views of either.
+    """Which variables may have no memory of their own when a capture ends.
+
+    Inputs, constants, and views of either, whose memory may be there before the first kernel; and slices.
 
     Args:
       jaxpr: whose variables.
@@ -195,6 +199,7 @@ class _Outside:
 
     def __init__(self, jaxpr: Any, given: Sequence[bool]):
         self._vars = {var for var, outside in zip(jaxpr.invars, given, strict=True) if outside} | set(jaxpr.constvars)
+        self._cut: set[Any] = set()
         constant = set(jaxpr.constvars)  # what depends on no input can be computed before the capture begins
         for eqn in jaxpr.eqns:
             if all(compat.is_literal(atom) or atom in constant for atom in eqn.invars):
@@ -202,15 +207,24 @@ class _Outside:
                 self._vars.update(eqn.outvars)
             elif eqn.primitive.name in _VIEWS:
                 pairs = zip(eqn.outvars, eqn.invars, strict=False)  # further operands are sizes
-                self._vars.update(var for var, of in pairs if self.has(of) and var.aval.size == of.aval.size)
+                same = [(var, of) for var, of in pairs if var.aval.size == of.aval.size]
+                self._vars.update(var for var, of in same if self.has(of))
+                self._cut.update(var for var, of in same if self.cut(of))
+            elif eqn.primitive.name in _SLICES:
+                self._cut.update(eqn.outvars)
             elif eqn.primitive.name in _CALLS:
                 for _, body in compat.sub_jaxprs(eqn):
                     inner = compat.open_jaxpr(body)
                     if len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars):
                         within = _Outside(inner, [self.has(atom) for atom in eqn.invars])
-                        pairs = zip(eqn.outvars, inner.outvars, strict=True)
+                        pairs = list(zip(eqn.outvars, inner.outvars, strict=True))
                         self._vars.update(var for var, own in pairs if within.has(own))
+                        self._cut.update(var for var, own in pairs if within.cut(own))
 
     def has(self, atom: Any) -> bool:
-        """Whether a variable or literal is."""
+        """Whether a variable's or literal's memory may be there before the first kernel."""
         return compat.is_literal(atom) or atom in self._vars
+
+    def cut(self, atom: Any) -> bool:
+        """Whether it is a slice, or a view of one."""
+        return not compat.is_literal(atom) and atom in self._cut

@@ -125,9 +125,14 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?:\([^=]*?\)|[^\s(]+) ([
 
 
 def outside_of_capture(text: str) -> str | None:
-    """The first instruction of a compiled module that runs before its capture begins or after it ends."""
-    inside = False
-    for line in text[text.index("\nENTRY ") :].splitlines()[1:]:
+    """The first instruction of a compiled module that runs before its capture begins or after it ends.
+
+    Or the one that has swallowed the end: XLA fuses slices into the custom calls that they are given to.
+    """
+    lines, inside = text[text.index("\nENTRY ") :].splitlines()[1:], False
+    if not any('"dynaflow_capture_end"' in line for line in lines):
+        return next((line.strip() for line in lines if "dynamic_slice_fusion" in line), "the end of the capture")
+    for line in lines:
         if '"dynaflow_capture_' in line:
             inside = '"dynaflow_capture_begin"' in line
         elif not inside and (found := _INSTRUCTION.match(_COMMENT.sub("", line))) and found[1] not in _IDLE:

@@ -34,7 +34,9 @@ def copies(fun, *args):
         (lambda x, w: [x.reshape(-1), x.T, x[None], w.reshape(5, 4)], 4),
         (lambda x, w: [jnp.ones(3), jnp.arange(4) * 2, jnp.float32(1)], 3),
         (lambda x, w: [(x + 1).reshape(-1), (x @ w).T], 0),
-        (lambda x, w: [jnp.broadcast_to(x, (2, 3, 4)), x[1:]], 0),  # kernels: no view is larger or smaller
+        (lambda x, w: [jnp.broadcast_to(x, (2, 3, 4)), x.sum(0)], 0),  # kernels: no view is larger or smaller
+        (lambda x, w: [x[1:], (x @ w)[1:].reshape(-1), (x + 1)[0], jax.jit(lambda y: y[:1])(x + 1)], 4),
+        (lambda x, w: [x[1:] + 1, jax.lax.dynamic_slice(x + 1, (1, 1), (1, 2))], 1),
         (lambda x, w: jax.lax.optimization_barrier((x, jnp.tanh(w))), 1),
         (lambda x, w: [jax.lax.dynamic_update_slice(x, w[:1, :2], (1, 1))], 1),
         (lambda x, w: [x.at[1].set(0.0), jnp.tanh(x).at[1].add(2.0)], 1),
@@ -51,6 +53,8 @@ def copies(fun, *args):
         "constants",
         "views of results",
         "sizes differ",
+        "slices",
+        "dynamic slice",
         "barrier",
         "update",
         "scatter",
