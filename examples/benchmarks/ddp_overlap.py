@@ -5,8 +5,9 @@
 Four layers of Llama's shape (width 4096, hidden 14336, bfloat16; 1.9 GB of gradients), inside ``shard_map``: each GPU
 has all weights and rows of its own, and every gradient is averaged by a ``psum`` of its own. XLA's best of: by default,
 with the latency-hiding scheduler, without command buffers, and with the combiners of collectives switched off. The
-limit is the same function without communication. All donate the weights, whose memory the new ones take. Contenders
-take turns in one process; medians. Tokens are counted per GPU.
+limit is the same function without communication, whose gradients are in memory before they are applied, as those that
+arrive are; so is the fully sharded step's. All donate the weights, whose memory the new ones take. Contenders take
+turns in one process; medians. Tokens are counted per GPU.
 
 ``--quick`` is for a machine without a GPU: small sizes, few calls, the host twin; its numbers mean nothing.
 """
@@ -64,7 +65,7 @@ def measure(mesh: Any, ws: Any, x: jax.Array, head: int) -> dict[str, Any]:
         for name, strategy in strategies.items()
     }
     theirs = {name: mapped(whole, options) for name, options in training.OPTIONS.items()}
-    limit = mapped(functools.partial(training.step, head=head))
+    limit = mapped(functools.partial(training.step, reduce=jax.lax.optimization_barrier, head=head))
     rounds, calls = (1, 2) if _QUICK.value else (5, 10)
     return contend(f"ddp-{tokens}", ours, theirs, limit, dict.fromkeys(ours, "default"), (x,), rounds, calls)
 
