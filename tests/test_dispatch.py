@@ -1,6 +1,8 @@
 """Dispatched plans on the host twin: the executor's worker threads run executables of a private CPU client."""
 
 import gc
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -324,6 +326,30 @@ def test_compiled_programs_outlive_their_function():
     for k in range(3):  # at addresses that want programs of their own, too
         rows = X + k
         close(run(WS, rows), model(WS, rows))
+
+
+LEAVING = """
+import sys, time
+import jax, jax.numpy as jnp
+import dynaflow_jax as df
+from dynaflow_jax.runtime.binder import Binder
+
+fun, w, x = lambda w, x: jnp.tanh(x @ w) @ w, jnp.eye(64), jnp.ones((64, 64))
+halves = lambda: df.dynaflow(fun, scheduler=df.strategies.NanoFlow(), batch_axes=(None, 0), backend="dispatch")
+bind = Binder.bind
+Binder.bind = lambda self, calls: (time.sleep(0.5), bind(self, calls))
+flow = halves()
+y, _ = jax.jit(lambda w, x: (flow(w, x), x.T @ x @ x))(w, x)
+z = [jax.jit(halves())(w, y) for _ in range(2)]
+if sys.argv[1] == "dropped":
+    del flow
+"""
+
+
+@pytest.mark.parametrize("function", ["kept", "dropped"])
+def test_leaving_the_process_while_calls_run_and_wait(function):
+    left = subprocess.run([sys.executable, "-c", LEAVING, function], capture_output=True, text=True, timeout=120)
+    assert (left.returncode, left.stderr) == (0, "")
 
 
 def test_prepare():

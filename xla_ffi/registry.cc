@@ -5,6 +5,11 @@
 #include <utility>
 
 namespace dynaflow {
+namespace {
+
+Status Closed() { return FailedPrecondition("no plan runs any more: the process is about to exit"); }
+
+}  // namespace
 
 Plan::Plan(OnMiss on_miss, size_t capacity, size_t participants, double timeout)
     : on_miss_(std::move(on_miss)), timeout_(timeout), programs_(participants, capacity) {
@@ -27,7 +32,13 @@ void Plan::Forget() {
 }
 
 void Plan::Close() {
-  closed_ = true;
+  OnMiss owner;  // goes now: whoever drops the plan later may be too late to call its destructor
+  {
+    std::unique_lock lock(mutex_);
+    closed_ = true;
+    if (rendezvous_) rendezvous_->Close(Closed());  // of some run not all devices may have come yet
+    if (idle_.wait_for(lock, Seconds(timeout_), [&] { return under_way_ == 0; })) owner.swap(on_miss_);
+  }
   Forget();
 }
 
@@ -37,8 +48,19 @@ std::shared_ptr<Executor> Plan::Find(const Call& call) {
 }
 
 Status Plan::Run(Call call) {
-  if (closed_) return FailedPrecondition("no plan runs any more: the process is about to exit");
   call.timeout = timeout_;
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) return Closed();
+    ++under_way_;
+  }
+  const Status status = RunOpen(call);
+  std::lock_guard lock(mutex_);
+  if (--under_way_ == 0) idle_.notify_all();
+  return status;
+}
+
+Status Plan::RunOpen(const Call& call) {
   if (!rendezvous_) return RunAlone(call);
   return rendezvous_->Run(call, [this](std::span<const Call> calls) { return Prepare(calls); });
 }

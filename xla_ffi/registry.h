@@ -8,7 +8,7 @@
 // sets, one for each device.
 #pragma once
 
-#include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -42,7 +42,7 @@ class Plan {
   void Add(int device, std::shared_ptr<Executor> executor);
   // Forgets all programs; runs under way finish first.
   void Forget();
-  // Runs nothing from now on, and forgets all programs.
+  // Runs nothing from now on. Waits for the runs under way, and lets go of all programs and of the owner.
   void Close();
   Status Run(Call call);
 
@@ -58,19 +58,22 @@ class Plan {
   std::vector<std::pair<int, std::shared_ptr<Executor>>> programs() const;  // with their devices
 
  private:
+  Status RunOpen(const Call& call);
   Status RunAlone(const Call& call);
   Result<ProgramSets::Executors> Prepare(std::span<const Call> calls);
   std::shared_ptr<Executor> Find(const Call& call);
   Status Miss(std::span<const Call> calls);
 
-  const OnMiss on_miss_;
+  OnMiss on_miss_;  // until the plan is closed
   const double timeout_;
-  std::atomic<bool> closed_ = false;
   std::mutex missing_;  // held while the owner makes a program; taken before mutex_
 
   mutable std::mutex mutex_;  // for what follows
   ProgramSets programs_;
   Stats stats_;
+  bool closed_ = false;
+  size_t under_way_ = 0;  // runs
+  std::condition_variable idle_;
 
   std::optional<Rendezvous> rendezvous_;  // where there are several participants
 };

@@ -64,6 +64,11 @@ Status Rendezvous::broken() const {
   return broken_;
 }
 
+void Rendezvous::Close(const Status& why) {
+  std::lock_guard lock(mutex_);
+  Break(why);
+}
+
 // With mutex_ held. Whoever is still waiting for others waits in vain: they will be turned away.
 void Rendezvous::Break(const Status& why) {
   if (broken_.ok()) broken_ = why;

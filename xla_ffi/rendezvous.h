@@ -40,6 +40,9 @@ class Rendezvous {
   // the state of; from then on every run fails at once.
   Status Run(Call call, const Prepare& prepare);
 
+  // Every further run fails with this, and so do those to which not all have come yet.
+  void Close(const Status& why);
+
   // The error that every further run gets; success if there is none.
   Status broken() const;
 

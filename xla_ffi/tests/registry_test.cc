@@ -82,6 +82,36 @@ TEST(Registry, FreeingWhileRunningIsSafe) {
   EXPECT_TRUE(watch.expired());
 }
 
+TEST(Registry, ClearingWaitsForRunsUnderWay) {
+  Registry registry;
+  auto plan = std::make_shared<Plan>(nullptr, 1);
+  std::latch started(1);
+  std::atomic<bool> over = false;
+  plan->Add(0, OneOperator([&] {
+              started.count_down();
+              std::this_thread::sleep_for(std::chrono::milliseconds(50));
+              over = true;
+              return Status();
+            }));
+  registry.Add(plan);
+  std::thread runner([&] { EXPECT_TRUE(plan->Run({}).ok()); });
+  started.wait();
+  registry.Clear();
+  EXPECT_TRUE(over);
+  runner.join();
+}
+
+TEST(Registry, ClearingLetsGoOfWhoWaitsForOthers) {
+  Registry registry;
+  const auto plan = std::make_shared<Plan>(nullptr, 1, /*participants=*/2);
+  registry.Add(plan);
+  std::thread runner([&] { EXPECT_THAT(plan->Run({.device = 1}).message(), HasSubstr("about to exit")); });
+  std::this_thread::sleep_for(
+      std::chrono::milliseconds(20));  // it makes no difference if it has not come yet
+  registry.Clear();
+  runner.join();
+}
+
 TEST(Registry, SurvivesManyThreads) {
   Registry registry;
   std::vector<std::thread> threads;
