@@ -34,6 +34,7 @@ from pallas_kernels import (
     matmul_reduce_scatter,
     matmul_silu,
     measured,
+    mixed_attention,
     persistent_matmul,
     rms_norm,
 )
@@ -357,6 +358,91 @@ def matmuls_and_activations() -> Iterator[Case]:
         )
 
 
+def mixed_batches() -> Iterator[Case]:
+    """A prompt's attention beside that of decoding rows to full caches: Llama-3-8B.
+
+    XLA's are one after the other in one program, but for "concurrent". The limit is the longer of the two alone:
+    cuDNN's prefill, or the caches at the rate of a copy.
+    """
+    heads, kv_heads, head_dim = 32, 8, 128
+    decodes = {"cuDNN": cudnn_decode, "XLA": xla_decode} | shipped_decode()
+
+    def one_after_the_other(decode: Callable[..., jax.Array]) -> Callable[..., Any]:
+        return lambda q, k, v, *rows: (cudnn_prefill(q, k, v), decode(*rows))
+
+    for tokens, rows, capacity in (
+        (1024, 16, 4096),
+        (1024, 64, 1024),
+        (2048, 16, 8192),
+        (2048, 64, 2048),
+        (2048, 64, 4096),
+        (4096, 16, 8192),
+        (4096, 64, 4096),
+        (4096, 128, 2048),
+        (4096, 128, 8192),
+    ):
+        q = normal(0, 1, tokens, heads, head_dim)
+        k, v = (normal(i, 1, tokens, kv_heads, head_dim) for i in (1, 2))
+        k_cache, v_cache = (normal(i, rows, capacity, kv_heads, head_dim) for i in (3, 4))
+        args = q, k, v, normal(5, rows, heads, head_dim), k_cache, v_cache, jnp.full(rows, capacity, jnp.int32)
+        tunings = {"default": mixed_attention.Tuning()}
+        if _SWEEP.value:
+            queues = itertools.product(((3, 5), (4, 3), (2, 7)), (None, 256, 1024))
+            tunings |= {f"{t} {c} {part}": mixed_attention.Tuning(t, c, part) for (t, c), part in queues}
+        yield Case(
+            "mixed_attention",
+            mixed_attention.key(*args),
+            mixed_attention.reference,
+            {f"cuDNN, then {name}": one_after_the_other(decode) for name, decode in decodes.items()}
+            | {"concurrent": one_after_the_other(cudnn_decode)},
+            {
+                name: functools.partial(mixed_attention.mixed_attention, tuning=tuning)
+                for name, tuning in tunings.items()
+            },
+            args,
+            bytes=k_cache.nbytes + v_cache.nbytes,
+            limits=(lambda q, k, v, *rows: (cudnn_prefill(q, k, v), rows[0]),),
+            chain=lambda args, result: (result[0], *args[1:3], result[1], *args[4:]),
+            repeat=4,
+        )
+
+
+def cudnn_prefill(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def cudnn_decode(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
+    return dense_decode(q, k, v, lengths, "cudnn")
+
+
+def xla_decode(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
+    return dense_decode(q, k, v, lengths, "xla")
+
+
+def dense_decode(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, implementation: Any) -> jax.Array:
+    return jax.nn.dot_product_attention(
+        q[:, None],
+        k,
+        v,
+        query_seq_lengths=jnp.ones_like(lengths),
+        key_value_seq_lengths=lengths,
+        implementation=implementation,
+    )[:, 0]
+
+
+def shipped_decode() -> dict[str, Callable[..., jax.Array]]:
+    """JAX's own split attention for decoding, to compare with."""
+    try:
+        from jax.experimental.pallas.ops.gpu import decode_attention as shipped
+    except ImportError:
+        return {}
+
+    def decode(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
+        return shipped.gqa(q, k, v, kv_seq_len=lengths).astype(q.dtype)
+
+    return {"JAX's Pallas kernel": decode}
+
+
 def all_reduces() -> Iterator[Case]:
     """The all-reduce of a decoding step with the norm behind it, over all devices."""
     if (mesh := whole_mesh()) is None:
@@ -495,6 +581,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "add_rms_norm": norms,
     "rms_norm": norms_alone,
     "matmul_silu": matmuls_and_activations,
+    "mixed_attention": mixed_batches,
     "persistent_matmul": matmuls,
 }
 

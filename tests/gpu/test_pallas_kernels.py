@@ -16,6 +16,7 @@ from pallas_kernels import (
     grouped_matmul,
     matmul_reduce_scatter,
     matmul_silu,
+    mixed_attention,
     persistent_matmul,
     rms_norm,
 )
@@ -82,6 +83,27 @@ def test_matmul_silu(tokens):
     args = normal(0, 1024, 1024), normal(1, 1024, 1024, scale=1024**-0.5), normal(2, tokens, 2048)
     needs(matmul_silu.supports(*args))
     check(matmul_silu, matmul_silu.matmul_silu, args)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "head_dim", "lengths", "tuning"),
+    [
+        (128, 4, 4, 64, [1], {}),
+        (1024, 32, 8, 128, [0, 1, 63, 64, 65, 1000, 2048, 2047], {}),
+        (1024, 32, 8, 128, [2048] * 64, {"tiles": 4, "chunks": 3, "part": 256}),
+        (384, 10, 1, 128, [2048, 0, 777], {"tiles": 2, "chunks": 6, "part": 64}),
+        (4096, 16, 8, 64, [0] * 8, {}),
+    ],
+)
+def test_mixed_attention(tokens, heads, kv_heads, head_dim, lengths, tuning):
+    rows = len(lengths)
+    keys, caches = (2, tokens, kv_heads, head_dim), (rows, 2048, kv_heads, head_dim)
+    prompts = normal(0, 2, tokens, heads, head_dim), normal(1, *keys), normal(2, *keys)
+    decode = normal(3, rows, heads, head_dim), normal(4, *caches), normal(5, *caches), jnp.array(lengths, jnp.int32)
+    tuning = mixed_attention.Tuning(**tuning)
+    needs(mixed_attention.supports(*prompts, *decode, tuning=tuning))
+    kernel = functools.partial(mixed_attention.mixed_attention, tuning=tuning)
+    check(mixed_attention, kernel, (*prompts, *decode), 2**-6)
 
 
 def test_grouped_matmul():
