@@ -215,11 +215,13 @@ class Binder:
         executable = client.compile(partition.module)
         if self.platform != "cuda":
             return executable
+        text = compat.scheduled_text(executable)
         for other in partition.others:
-            if not cuda.outside_of_capture(compat.scheduled_text(executable)):
+            if not cuda.outside_of_capture(text):
                 break
             executable = client.compile(other())
-        cuda.check_capturable(compat.scheduled_text(executable), partition.name)
+            text = compat.scheduled_text(executable)
+        cuda.check_capturable(text, partition.name)
         return executable
 
 
