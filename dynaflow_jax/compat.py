@@ -484,23 +484,48 @@ def retyped(aval: Any, shape: Sequence[int], dtype: Any) -> Any:
 
 
 def device_ordinals() -> list[int]:
-    """The ordinals of the devices that a program traced here may run on: those of the mesh, or the default one.
+    """The ordinals of the devices of this process that a program traced here may run on.
 
-    Raises:
-      DynaFlowError: if that may be devices of other processes. Which devices a mesh has is not known where a function
-        inside ``shard_map`` is traced, only how many.
+    Those of the mesh, or the default one.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         chosen = jax.config.values["jax_default_device"]
         return [ordinal(chosen if hasattr(chosen, "device_kind") else jax.local_devices()[0])]
-    if jax.process_count() > 1:
-        raise DynaFlowError(
-            f"the mesh ({', '.join(f'{name}={size}' for name, size in mesh.shape.items())}) is of a program of "
-            f"{jax.process_count()} processes, and only devices of one process can write to each other's memory; XLA's "
-            "collectives are used instead."
-        )
+    return local_ordinals()
+
+
+def local_ordinals() -> list[int]:
+    """The ordinals of all devices of this process."""
     return [ordinal(device) for device in jax.local_devices()]
+
+
+def tell_processes(key: str, text: str) -> None:
+    """Puts a text under a key into the store that all processes of ``jax.distributed`` reach.
+
+    Raises:
+      DynaFlowError: if there is none.
+    """
+    _store().key_value_set(key, text)
+
+
+def told_by_process(key: str, seconds: float) -> str | None:
+    """The text that a process has put into the store under a key; ``None`` if it does not within some seconds."""
+    try:
+        return _store().blocking_key_value_get(key, max(int(seconds * 1000), 1))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise
+
+
+def _store() -> Any:
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    if client is None:
+        raise DynaFlowError("the processes do not know of each other (jax.distributed.initialize)")
+    return client
 
 
 def local_device(number: int) -> Any:

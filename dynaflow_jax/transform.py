@@ -38,8 +38,9 @@ from dynaflow_jax.lowering.choice import Choice, choose
 from dynaflow_jax.lowering.steps import RunRegion, Values
 from dynaflow_jax.plan import Plan, Replay, make_plan
 from dynaflow_jax.program import Program, constants_inside, trace
-from dynaflow_jax.runtime import extension
+from dynaflow_jax.runtime import extension, processes
 from dynaflow_jax.runtime.binder import Binder
+from dynaflow_jax.runtime.processes import Job
 from dynaflow_jax.runtime.work import Work
 from dynaflow_jax.schedule import InputInfo, OpScheduler, Step, run_strategy
 from dynaflow_jax.strategies.auto import Auto
@@ -811,7 +812,7 @@ class Resolved:
             region = functools.partial(self._dispatched_region, where)
             self._run_dispatched = functools.partial(self._evaluate, region)
             return
-        self._binder = self._bound(lambda: self._work(where), where)
+        self._binder = self._bound(functools.partial(self._work, where), where)
         if self._binder is not None:
             self._run_dispatched = functools.partial(self._dispatch, self._binder)
 
@@ -821,7 +822,7 @@ class Resolved:
         op = self.region.graph[step.operators[0].key]
         return op.program.eqns[-1].primitive.name == "shard_map"
 
-    def _work(self, where: str) -> Work:
+    def _work(self, where: str, job: Job | None) -> Work:
         """What a dispatched plan consists of."""
         flow, layout = self.flow, self.layout
         count = len(self.constants)
@@ -840,6 +841,7 @@ class Resolved:
             layout.shards,
             None if flow.weights is None else weights,
             compat.mesh_sizes(),
+            in_place=job is None,
         )
         outputs = self._outputs
         with compat.no_mesh():
@@ -857,10 +859,11 @@ class Resolved:
     def _name(self) -> str:
         return getattr(self.flow.fun, "__name__", "function")
 
-    def _bound(self, make: Callable[[], Work], where: str, timed: bool = False) -> Binder | None:
+    def _bound(self, make: Callable[[Job | None], Work], where: str, timed: bool = False) -> Binder | None:
         """A binder of work, compiled; ``None`` if that cannot be, whatever the reason is: there is another way."""
         try:
-            binder = Binder(make(), where, compat.device_ordinals(), timed=timed)
+            job = processes.of_mesh(where)
+            binder = Binder(make(job), where, compat.device_ordinals(), job, timed=timed)
         except Exception as error:
             self._fall_back(error)
             return None
@@ -870,6 +873,10 @@ class Resolved:
             binder.close()
             self._fall_back(error)
             return None
+        if binder.job is not None:
+            count = len(binder.job.others) + 1
+            why = f"{self.choice.why}; the devices of {count} processes write to each other's memory on this host"
+            self.choice = Choice(True, why)
         if not timed:
             self.flow.own(binder)
         return binder
@@ -885,10 +892,12 @@ class Resolved:
         """The body of a ``shard_map``, dispatched by each of its devices; its binder goes into ``timed``, if given."""
         operands, avals = [], []
 
-        def make() -> Work:
+        def make(job: Job | None) -> Work:
             mesh = compat.mesh_sizes()
             with compat.no_mesh():
-                work, *rest = dispatch.build_region(self._name, where, region, steps, values, mesh)
+                work, *rest = dispatch.build_region(
+                    self._name, where, region, steps, values, mesh, in_place=job is None
+                )
             operands[:], avals[:] = rest
             return work
 

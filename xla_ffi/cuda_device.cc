@@ -102,6 +102,10 @@ CudaDevice::~CudaDevice() {
 
 Status CudaDevice::Prepare(const std::vector<int>& ordinals, const Program& program) {
   for (int ordinal : ordinals) {
+    if (ordinal == kElsewhere) {
+      contexts_.emplace_back();
+      continue;
+    }
     DYNAFLOW_ASSIGN(auto context, cuda::PrimaryContext::Retain(driver_, ordinal));
     contexts_.push_back(std::move(context));
   }
@@ -141,12 +145,18 @@ Status CudaDevice::CreateStreams(const Program& program) {
     }
     streams_.emplace_back(stream, cuda::Destroy<&cuda::Driver::StreamDestroy>{&driver_});
   }
+  if (std::any_of(program.commands.begin(), program.commands.end(),
+                  [](const Command& c) { return c.kind == CommandKind::kAwait; })) {
+    // Made now, since there may be nothing to make it of when it is needed.
+    cuda::Stream stream = nullptr;
+    DYNAFLOW_CUDA(driver_, StreamCreate, &stream, cuda::kStreamNonBlocking, kFirst);
+    release_ = cuda::OwnedStream(stream, {&driver_});
+  }
   return {};
 }
 
 Status CudaDevice::ConnectPeers(const Program& program) {
   std::vector<bool> copied_to(program.num_devices), signalled(program.num_devices);
-  release_.resize(program.num_devices);
   for (size_t i = 0; i < program.commands.size(); ++i) {
     const Command& c = program.commands[i];
     if (c.kind == CommandKind::kCopy && c.target != 0 && !copied_to[c.target]) {
@@ -156,13 +166,6 @@ Status CudaDevice::ConnectPeers(const Program& program) {
     if (c.kind == CommandKind::kSignal && !signalled[c.target]) {
       DYNAFLOW_RETURN_IF_ERROR(
           ConnectPeer(c.target, /*must_reach=*/true).Within([&] { return Describe(program, i); }));
-      // Made now, since there may be nothing to make it of when it is needed; and in the peer's own context,
-      // since this device's may be what has failed.
-      const cuda::ScopedContext scope(driver_, contexts_[c.target].get());
-      DYNAFLOW_RETURN_IF_ERROR(scope.status());
-      cuda::Stream stream = nullptr;
-      DYNAFLOW_CUDA(driver_, StreamCreate, &stream, cuda::kStreamNonBlocking, kFirst);
-      release_[c.target] = cuda::OwnedStream(stream, {&driver_});
       signalled[c.target] = true;
     }
   }
@@ -172,7 +175,7 @@ Status CudaDevice::ConnectPeers(const Program& program) {
 // Gives this device access to another one's memory. Where there is none to give, the driver stages copies
 // through the host; a flag it cannot set.
 Status CudaDevice::ConnectPeer(uint32_t device, bool must_reach) {
-  if (device == 0) return {};
+  if (device == 0 || contexts_[device].get() == nullptr) return {};
   const int result = driver_.EnablePeerAccess(contexts_[device].get(), 0);
   if (result == cuda::kErrorPeerAccessAlreadyEnabled) return {};
   if (result == cuda::kErrorPeerAccessUnsupported && !must_reach) return {};
@@ -272,12 +275,11 @@ std::string CudaDevice::Mode() const {
   return why_not_one_graph_.empty() ? "one graph" : StrCat("streams (", why_not_one_graph_, ")");
 }
 
-void CudaDevice::ReleasePeers(const Program& program) {
+void CudaDevice::Release(const Program& program) {
+  const cuda::ScopedContext scope(driver_, contexts_[0].get());
+  if (!scope.status().ok()) return;  // it waits for nothing any more
   for (const Command& c : program.commands) {
-    if (c.kind != CommandKind::kSignal) continue;
-    const cuda::ScopedContext scope(driver_, contexts_[c.target].get());
-    // The run has failed already, and a device that cannot be reached waits for nothing any more.
-    if (scope.status().ok()) driver_.StreamWriteValue(release_[c.target].get(), c.writes[0].offset, 1, 0);
+    if (c.kind == CommandKind::kAwait) driver_.StreamWriteValue(release_.get(), c.writes[0].offset, 1, 0);
   }
 }
 
@@ -359,7 +361,7 @@ Status CudaDevice::Issue(const Program& program, size_t command, const Call& cal
       if (c.rows.count > 1) {
         const cuda::Memcpy3D copy = cuda::CopyOf(c, dst, src);
         DYNAFLOW_CUDA(driver_, Memcpy3DAsync, &copy, stream);
-      } else if (c.target == 0) {
+      } else if (contexts_[c.target].get() == nullptr || c.target == 0) {  // the address tells the device
         DYNAFLOW_CUDA(driver_, MemcpyAsync, dst, src, bytes, stream);
       } else {
         DYNAFLOW_CUDA(driver_, MemcpyPeerAsync, dst, contexts_[c.target].get(), src, contexts_[0].get(),

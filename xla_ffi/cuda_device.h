@@ -26,18 +26,20 @@ struct CudaOptions {
 
 class CudaDevice final : public Device {
  public:
-  // `ordinals`: the CUDA ordinal of each of the program's devices, the one to run on first.
+  // `ordinals`: the CUDA ordinal of each of the program's devices, the one to run on first; kElsewhere for a
+  // device of another process, whose memory this device reaches already.
   // `captures`: one for each of the program's partitions.
   static Result<std::unique_ptr<Device>> Create(const cuda::Driver& driver, std::vector<int> ordinals,
                                                 const Program& program,
                                                 std::vector<std::shared_ptr<const Capture>> captures,
                                                 const CudaOptions& options);
+  static constexpr int kElsewhere = -1;
   ~CudaDevice() override;
 
   Status Run(const Program& program, const Call& call) override;
   Result<std::vector<CommandTime>> Times(const Program& program) override;
   std::string Mode() const override;
-  void ReleasePeers(const Program& program) override;
+  void Release(const Program& program) override;
   bool Idle() const override;
   Status Failure(const Program& program) override;
 
@@ -61,18 +63,18 @@ class CudaDevice final : public Device {
 
   const cuda::Driver& driver_;
   const CudaOptions options_;
-  std::vector<cuda::PrimaryContext> contexts_;  // of each of the program's devices
+  std::vector<cuda::PrimaryContext> contexts_;  // of each of the program's devices; none if it is elsewhere
   std::vector<std::shared_ptr<const Capture>> captures_;
   std::shared_ptr<Turn> turn_;
 
   // Made in this order, destroyed in the opposite one.
   std::vector<cuda::OwnedGreenContext> green_contexts_;
   std::vector<cuda::OwnedStream> streams_;
-  std::vector<cuda::OwnedStream> release_;  // of each device with a flag to set, in its own context; or null
-  std::vector<cuda::OwnedEvent> events_;    // the program's
-  std::vector<cuda::OwnedEvent> joins_;     // the end of each stream's work
-  cuda::OwnedEvent fork_;                   // the start of a run, on XLA's stream
-  std::shared_ptr<cuda::OwnedEvent> done_;  // the end of a run, likewise; the next in turn may wait for it
+  cuda::OwnedStream release_;                 // to set the awaited flags on, if any are
+  std::vector<cuda::OwnedEvent> events_;      // the program's
+  std::vector<cuda::OwnedEvent> joins_;       // the end of each stream's work
+  cuda::OwnedEvent fork_;                     // the start of a run, on XLA's stream
+  std::shared_ptr<cuda::OwnedEvent> done_;    // the end of a run, likewise; the next in turn may wait for it
   std::optional<cuda::Stopwatch> stopwatch_;  // of a timed program
   std::vector<cuda::OwnedGraph> own_graphs_;  // captures changed for a stream's priority or SMs
   std::vector<cuda::Graph> graphs_;           // of each command that launches one

@@ -46,6 +46,7 @@ inline constexpr int kErrorNotReady = 600;
 inline constexpr int kErrorPeerAccessUnsupported = 217;
 inline constexpr int kErrorPeerAccessAlreadyEnabled = 704;
 
+inline constexpr unsigned kIpcLazyEnablePeerAccess = 1;
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDefault = 0;
 inline constexpr unsigned kEventDisableTiming = 2;
@@ -170,6 +171,11 @@ struct Memcpy3D {
   size_t width, height, depth;
 };
 
+// By which another process opens memory.
+struct IpcHandle {
+  char reserved[64];
+};
+
 // A set of a device's SMs.
 struct Resource {
   int type;
@@ -208,6 +214,10 @@ struct Resource {
   NEEDED(EventQuery, "cuEventQuery", Event event)                                                           \
   NEEDED(EventSynchronize, "cuEventSynchronize", Event event)                                               \
   NEEDED(EventElapsedTime, "cuEventElapsedTime", float* ms, Event start, Event end)                         \
+  NEEDED(MemAlloc, "cuMemAlloc_v2", DevicePtr* address, size_t bytes)                                       \
+  NEEDED(MemFree, "cuMemFree_v2", DevicePtr address)                                                        \
+  NEEDED(IpcGetMemHandle, "cuIpcGetMemHandle", IpcHandle* handle, DevicePtr address)                        \
+  NEEDED(IpcOpenMemHandle, "cuIpcOpenMemHandle_v2", DevicePtr* address, IpcHandle handle, unsigned flags)   \
   NEEDED(MemcpyAsync, "cuMemcpyAsync", DevicePtr dst, DevicePtr src, size_t bytes, Stream stream)           \
   NEEDED(MemcpyPeerAsync, "cuMemcpyPeerAsync", DevicePtr dst, Context dst_context, DevicePtr src,           \
          Context src_context, size_t bytes, Stream stream)                                                  \

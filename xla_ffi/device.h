@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "xla_ffi/peers.h"
 #include "xla_ffi/program.h"
 #include "xla_ffi/shared_run.h"
 #include "xla_ffi/status.h"
@@ -32,6 +33,7 @@ struct Call {
 
   // Set by the plan.
   SharedRun* shared = nullptr;       // with the run's other devices; null for a device on its own
+  const Peers* peers = nullptr;      // the other processes that take part; null if none do
   double timeout = kDefaultTimeout;  // how long to wait for another device, in seconds
 };
 
@@ -72,10 +74,10 @@ class Device {
   // How it runs, for people.
   virtual std::string Mode() const = 0;
 
-  // After a run of this device has failed: sets every flag that it was to set, since other devices may wait
-  // for them on the device, where nobody can call them back. May have to be called again and again: a flag
-  // may be awaited several times. Not needed where waiting ends with SharedRun::Fail.
-  virtual void ReleasePeers(const Program&) {}
+  // After a run has failed, here or elsewhere: sets every flag that this device awaits, since it may wait on
+  // the device, where nobody can call it back. May have to be called again and again: a flag may be awaited
+  // several times. Not needed where waiting ends with SharedRun::Fail.
+  virtual void Release(const Program&) {}
 
   // Whether nothing of any earlier run is still under way.
   virtual bool Idle() const { return true; }

@@ -58,9 +58,9 @@ Result<std::vector<CommandTime>> Executor::Times() {
   return device_->Times(program_);
 }
 
-void Executor::ReleasePeers() {
+void Executor::Release() {
   std::lock_guard lock(running_);
-  device_->ReleasePeers(program_);
+  device_->Release(program_);
 }
 
 bool Executor::Idle() const {

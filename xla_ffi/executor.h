@@ -30,7 +30,7 @@ class Executor {
 
   // See Device.
   Result<std::vector<CommandTime>> Times();
-  void ReleasePeers();
+  void Release();
   bool Idle() const;
   Status Failure();
 

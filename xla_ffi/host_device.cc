@@ -40,12 +40,27 @@ struct HostDevice::RunState {
     changed.notify_all();
   }
 
-  Status Await(const Command& c) {
+  // `process`: which of the peers sets the flag; kOwnProcess if none does.
+  Status Await(const Command& c, int process) {
+    if (process != kOwnProcess) return AwaitPeer(c, process);
     // Not from the run's start: the deadline is for the other device, not for what this one does before.
     const auto deadline = std::chrono::steady_clock::now() + Seconds(call.timeout);
     if (TakeFlag(Resolve(c.writes[0], call), [&] { return shared.failed(); }, deadline)) return {};
     if (shared.failed()) return {};  // and the error is there already
     return Internal("device ", c.target, " of the program did not answer within ", call.timeout, " s");
+  }
+
+  Status AwaitPeer(const Command& c, int process) {
+    const Peers& peers = *call.peers;
+    Status lost;
+    const auto stopped = [&] {
+      lost = peers.Check(process);
+      return shared.failed() || !lost.ok();
+    };
+    const auto deadline = std::chrono::steady_clock::now() + Seconds(peers.timeout());
+    if (TakeFlag(Resolve(c.writes[0], call), stopped, deadline, /*from_another_process=*/true)) return {};
+    if (shared.failed()) return {};
+    return lost.ok() ? peers.Late(process) : lost;
   }
 
   const Program& program;
@@ -58,7 +73,8 @@ struct HostDevice::RunState {
 };
 
 Result<std::unique_ptr<Device>> HostDevice::Create(const Program& program,
-                                                   std::vector<HostPartition> partitions, bool timed) {
+                                                   std::vector<HostPartition> partitions, bool timed,
+                                                   std::vector<int> processes) {
   if (partitions.size() != program.partitions.size()) {
     return InvalidArgument("program '", program.name, "' has ", program.partitions.size(),
                            " partitions, but ", partitions.size(), " functions were given");
@@ -67,11 +83,20 @@ Result<std::unique_ptr<Device>> HostDevice::Create(const Program& program,
     if (!partitions[i])
       return InvalidArgument("program '", program.name, "': partition ", i, " is no function");
   }
-  return std::unique_ptr<Device>(new HostDevice(program, std::move(partitions), timed));
+  if (processes.empty()) processes.assign(program.num_devices, kOwnProcess);
+  if (processes.size() != program.num_devices) {
+    return InvalidArgument("program '", program.name, "' spans ", program.num_devices, " devices, but ",
+                           processes.size(), " processes were given");
+  }
+  return std::unique_ptr<Device>(new HostDevice(program, std::move(partitions), timed, std::move(processes)));
 }
 
-HostDevice::HostDevice(const Program& program, std::vector<HostPartition> partitions, bool timed)
-    : partitions_(std::move(partitions)), timed_(timed), spans_(timed ? program.commands.size() : 0) {
+HostDevice::HostDevice(const Program& program, std::vector<HostPartition> partitions, bool timed,
+                       std::vector<int> processes)
+    : partitions_(std::move(partitions)),
+      processes_(std::move(processes)),
+      timed_(timed),
+      spans_(timed ? program.commands.size() : 0) {
   workers_.reserve(program.streams.size());
   for (size_t i = 0; i < program.streams.size(); ++i) workers_.emplace_back(&HostDevice::Work, this, i);
 }
@@ -177,7 +202,7 @@ Status HostDevice::Execute(const Command& c, RunState& run) {
       SetFlag(Resolve(c.writes[0], run.call));
       return {};
     case CommandKind::kAwait:
-      return run.Await(c);
+      return run.Await(c, processes_[c.target]);
   }
   return Internal("unknown command");
 }

@@ -22,8 +22,11 @@ class HostDevice final : public Device {
  public:
   // One partition for each of the program's, in its order. Starts one thread per stream.
   // `timed`: whether to take the time of every command.
+  // `processes`: which of the call's peers each of the program's devices belongs to, or kOwnProcess; empty if
+  // all belong to this process.
   static Result<std::unique_ptr<Device>> Create(const Program& program, std::vector<HostPartition> partitions,
-                                                bool timed = false);
+                                                bool timed = false, std::vector<int> processes = {});
+  static constexpr int kOwnProcess = -1;
   ~HostDevice() override;
 
   // The first operator to fail ends the run, on all of the devices that take part: the others stop at their
@@ -36,11 +39,13 @@ class HostDevice final : public Device {
   using Clock = std::chrono::steady_clock;
   struct RunState;
 
-  HostDevice(const Program& program, std::vector<HostPartition> partitions, bool timed);
+  HostDevice(const Program& program, std::vector<HostPartition> partitions, bool timed,
+             std::vector<int> processes);
   void Work(size_t stream);
   Status Execute(const Command& command, RunState& run);
 
   std::vector<HostPartition> partitions_;
+  const std::vector<int> processes_;  // of each of the program's devices
 
   // Of a timed program. Each worker writes about its own commands, and nobody reads during a run.
   const bool timed_;

@@ -1,5 +1,6 @@
 #include "xla_ffi/host_flags.h"
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -7,6 +8,9 @@
 
 namespace dynaflow {
 namespace {
+
+// Between two looks at a flag that another process sets.
+constexpr std::chrono::microseconds kLookAgain(100);
 
 // One for all flags: which of them a waiter has in mind is only known by address, and a flag has no room for
 // more than its value.
@@ -34,11 +38,19 @@ void SetFlag(void* flag) {
 }
 
 bool TakeFlag(void* flag, const std::function<bool()>& stopped,
-              std::chrono::steady_clock::time_point deadline) {
+              std::chrono::steady_clock::time_point deadline, bool from_another_process) {
   Bell& bell = TheBell();
   const auto set = [&] { return AsFlag(flag).load(std::memory_order_acquire) != 0; };
   std::unique_lock lock(bell.mutex);
-  bell.rung.wait_until(lock, deadline, [&] { return set() || stopped(); });
+  const auto done = [&] { return set() || stopped(); };
+  if (from_another_process) {
+    for (auto now = std::chrono::steady_clock::now(); now < deadline && !done();
+         now = std::chrono::steady_clock::now()) {
+      bell.rung.wait_until(lock, std::min(deadline, now + kLookAgain));
+    }
+  } else {
+    bell.rung.wait_until(lock, deadline, done);
+  }
   if (!set()) return false;
   AsFlag(flag).store(0, std::memory_order_relaxed);
   return true;

@@ -17,9 +17,11 @@
 #include "xla_ffi/cuda_device.h"
 #include "xla_ffi/cuda_driver.h"
 #include "xla_ffi/cuda_graph.h"
+#include "xla_ffi/cuda_ipc.h"
 #include "xla_ffi/handlers.h"
 #include "xla_ffi/host_device.h"
 #include "xla_ffi/order.h"
+#include "xla_ffi/peers.h"
 #include "xla_ffi/program.h"
 #include "xla_ffi/registry.h"
 
@@ -96,7 +98,7 @@ Program DecodeChecked(const nb::bytes& blob, bool order_overlaps) {
 // What on_miss gets of each call: its device, and the addresses of its inputs and outputs.
 using Missed = std::vector<std::tuple<int, std::vector<uint64_t>, std::vector<uint64_t>>>;
 
-int64_t CreatePlan(nb::object on_miss, size_t capacity, size_t participants, double timeout_s) {
+int64_t CreatePlan(nb::object on_miss, size_t capacity, size_t participants, double timeout_s, bool across) {
   if (participants == 0) Raise(InvalidArgument("a plan has at least one participant"));
   if (!(timeout_s > 0)) Raise(InvalidArgument("timeout_s is ", timeout_s, ", not above 0"));
   Plan::OnMiss callback;
@@ -108,19 +110,31 @@ int64_t CreatePlan(nb::object on_miss, size_t capacity, size_t participants, dou
       return CallPython(held, missed);
     };
   }
-  return Registry::Global().Add(
-      std::make_shared<Plan>(std::move(callback), capacity, participants, std::min(timeout_s, kMaxTimeout)));
+  return Registry::Global().Add(std::make_shared<Plan>(std::move(callback), capacity, participants,
+                                                       std::min(timeout_s, kMaxTimeout), across));
+}
+
+void SetPeers(int64_t plan_id, uint64_t own,
+              const std::vector<std::tuple<std::string, int, uint64_t>>& others, double timeout_s,
+              nb::object keep_alive) {
+  std::vector<Peers::Process> processes;
+  for (const auto& [name, pidfd, notice] : others) {
+    processes.push_back({name, pidfd, reinterpret_cast<const Notice*>(notice)});
+  }
+  ValueOrRaise(Registry::Global().Find(plan_id))
+      ->SetPeers(std::make_shared<Peers>(reinterpret_cast<Notice*>(own), std::move(processes),
+                                         std::min(timeout_s, kMaxTimeout), Hold(std::move(keep_alive))));
 }
 
 void AddHostProgram(int64_t plan_id, int device, const nb::bytes& blob, const nb::list& functions,
-                    bool order_overlaps, bool timed, nb::object keep_alive) {
+                    bool order_overlaps, bool timed, std::vector<int> processes, nb::object keep_alive) {
   const auto plan = ValueOrRaise(Registry::Global().Find(plan_id));
   Program program = DecodeChecked(blob, order_overlaps);
   std::vector<HostPartition> partitions;
   for (nb::handle f : functions) {
     partitions.push_back([held = Hold(nb::borrow(f))] { return CallPython(held); });
   }
-  auto on = ValueOrRaise(HostDevice::Create(program, std::move(partitions), timed));
+  auto on = ValueOrRaise(HostDevice::Create(program, std::move(partitions), timed, std::move(processes)));
   auto executor = std::make_shared<Executor>(std::move(program), std::move(on), Hold(std::move(keep_alive)));
   nb::gil_scoped_release nogil;  // an evicted program's threads may be about to take it
   plan->Add(device, std::move(executor));
@@ -345,7 +359,7 @@ NB_MODULE(_dispatch, m) {
       "program"_a, "The program with the events that its overlapping accesses need.");
 
   m.def("create_plan", &CreatePlan, "on_miss"_a.none() = nb::none(), "capacity"_a = 4, "participants"_a = 1,
-        "timeout_s"_a = kDefaultTimeout,
+        "timeout_s"_a = kDefaultTimeout, "across"_a = false,
         "A new plan without programs, which `participants` devices call together in every run. "
         "on_miss([(device, "
         "input_addresses, output_addresses), ...]) gets all calls of a run that no programs fit, and is to "
@@ -365,9 +379,15 @@ NB_MODULE(_dispatch, m) {
         ValueOrRaise(Registry::Global().Find(id))->Forget();
       },
       "plan"_a, "Forgets a plan's programs, so that the next call is a miss; runs under way finish first.");
+  m.def(
+      "set_peers", &SetPeers, "plan"_a, "own"_a, "others"_a, "timeout_s"_a,
+      "keep_alive"_a.none() = nb::none(),
+      "Says which other processes take part in a plan: `own` is the address of what this one tells them, and "
+      "`others` has a name, a pidfd and the address of what it tells for each of them.");
   m.def("plan_stats", &PlanStats, "plan"_a);
   m.def("add_host_program", &AddHostProgram, "plan"_a, "device"_a, "program"_a, "partitions"_a,
-        "order_overlaps"_a = false, "timed"_a = false, "keep_alive"_a.none() = nb::none(),
+        "order_overlaps"_a = false, "timed"_a = false, "processes"_a = std::vector<int>(),
+        "keep_alive"_a.none() = nb::none(),
         "Adds a program whose partitions are Python functions without arguments.");
   m.def("add_cuda_program", &AddCudaProgram, "plan"_a, "devices"_a, "program"_a, "order_overlaps"_a = false,
         "one_graph"_a = true, "blocking"_a = false, "timed"_a = false, "keep_alive"_a.none() = nb::none(),
@@ -397,6 +417,27 @@ NB_MODULE(_dispatch, m) {
       "cuda_sm_count",
       [](int device) { return ValueOrRaise(cuda::SmCount(*ValueOrRaise(cuda::Driver::Get()), device)); },
       "device"_a);
+  m.def(
+      "cuda_allocate_shared",
+      [](int device, size_t bytes) {
+        const cuda::Driver* driver = ValueOrRaise(cuda::Driver::Get());
+        const cuda::SharedBlock block = ValueOrRaise(cuda::AllocateShared(*driver, device, bytes));
+        return nb::make_tuple(block.address, nb::bytes(block.handle.reserved, sizeof(block.handle.reserved)));
+      },
+      "device"_a, "bytes"_a,
+      "Zeroed memory for as long as the process: its address, and a handle for others.");
+  m.def(
+      "cuda_clear_shared",
+      [](int device, uint64_t address, size_t bytes) {
+        Raise(cuda::ClearShared(*ValueOrRaise(cuda::Driver::Get()), device, address, bytes));
+      },
+      "device"_a, "address"_a, "bytes"_a, "Makes shared memory zero again.");
+  m.def(
+      "cuda_open_shared",
+      [](int device, const nb::bytes& handle) {
+        return ValueOrRaise(cuda::OpenShared(*ValueOrRaise(cuda::Driver::Get()), device, View(handle)));
+      },
+      "device"_a, "handle"_a, "The address at which a device reaches another process's shared memory.");
 
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&Shutdown));
 }

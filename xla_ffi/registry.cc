@@ -11,10 +11,14 @@ Status Closed() { return FailedPrecondition("no plan runs any more: the process 
 
 }  // namespace
 
-Plan::Plan(OnMiss on_miss, size_t capacity, size_t participants, double timeout)
+Plan::Plan(OnMiss on_miss, size_t capacity, size_t participants, double timeout, bool across)
     : on_miss_(std::move(on_miss)), timeout_(timeout), programs_(participants, capacity) {
   stats_.participants = participants;
-  if (participants > 1) rendezvous_.emplace(participants, timeout);
+  if (participants > 1 || across) rendezvous_.emplace(participants, timeout, across);
+}
+
+void Plan::SetPeers(std::shared_ptr<const Peers> peers) {
+  if (rendezvous_) rendezvous_->SetPeers(std::move(peers));
 }
 
 void Plan::Add(int device, std::shared_ptr<Executor> executor) {

@@ -36,7 +36,12 @@ class Plan {
   // `capacity`: how many programs to keep for each device; the least recently used go first.
   // `participants`: how many devices call the plan in every run, each for its part.
   // `timeout`: how long they wait for one another, in seconds.
-  explicit Plan(OnMiss on_miss, size_t capacity, size_t participants = 1, double timeout = kDefaultTimeout);
+  // `across`: whether devices of other processes take part as well.
+  explicit Plan(OnMiss on_miss, size_t capacity, size_t participants = 1, double timeout = kDefaultTimeout,
+                bool across = false);
+
+  // Says who the other processes are; before the first program is added.
+  void SetPeers(std::shared_ptr<const Peers> peers);
 
   // Programs that run together are to be added one after the other, one for each device.
   void Add(int device, std::shared_ptr<Executor> executor);
@@ -75,7 +80,7 @@ class Plan {
   size_t under_way_ = 0;  // runs
   std::condition_variable idle_;
 
-  std::optional<Rendezvous> rendezvous_;  // where there are several participants
+  std::optional<Rendezvous> rendezvous_;  // where there are several participants, here or elsewhere
 };
 
 // Plans by number; thread-safe. A plan that was freed goes with the last that holds it: a run under way, or a

@@ -7,37 +7,29 @@
 namespace dynaflow {
 namespace {
 
-// Held by the one run of the process that is being launched. The thread that gives it back need not be the
-// one that took it, which a mutex would insist on.
-class Turn {
- public:
-  static Turn& Global() {
-    static Turn& turn = *new Turn;  // never destroyed, like Registry::Global
-    return turn;
-  }
-  void Take() {
-    std::unique_lock lock(mutex_);
-    free_again_.wait(lock, [&] { return !taken_; });
-    taken_ = true;
-  }
-  void Give() {
-    {
-      std::lock_guard lock(mutex_);
-      taken_ = false;
-    }
-    free_again_.notify_one();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable free_again_;
-  bool taken_ = false;
-};
-
 // Between two looks at runs on the device: a failure is rare, and this is soon enough.
 constexpr std::chrono::milliseconds kWatchInterval(500);
 
 }  // namespace
+
+Rendezvous::Turn& Rendezvous::Turn::Global() {
+  static Turn& turn = *new Turn;  // never destroyed, like Registry::Global
+  return turn;
+}
+
+void Rendezvous::Turn::Take() {
+  std::unique_lock lock(mutex_);
+  free_again_.wait(lock, [&] { return !taken_; });
+  taken_ = true;
+}
+
+void Rendezvous::Turn::Give() {
+  {
+    std::lock_guard lock(mutex_);
+    taken_ = false;
+  }
+  free_again_.notify_one();
+}
 
 struct Rendezvous::Meeting {
   std::condition_variable changed;
@@ -49,15 +41,21 @@ struct Rendezvous::Meeting {
   SharedRun run;
 };
 
-Rendezvous::Rendezvous(size_t participants, double timeout)
+Rendezvous::Rendezvous(size_t participants, double timeout, bool across)
     : participants_(participants),
       timeout_(timeout),
+      across_(across),
       watchdog_(
           [this](const Status& failure) {
             std::lock_guard lock(mutex_);
             Break(failure);
           },
           kWatchInterval, Seconds(timeout)) {}
+
+void Rendezvous::SetPeers(std::shared_ptr<const Peers> peers) {
+  std::lock_guard lock(mutex_);
+  peers_ = std::move(peers);
+}
 
 Status Rendezvous::broken() const {
   std::lock_guard lock(mutex_);
@@ -66,11 +64,17 @@ Status Rendezvous::broken() const {
 
 void Rendezvous::Close(const Status& why) {
   std::lock_guard lock(mutex_);
-  Break(why);
+  TurnAway(why);  // runs under way go on, and other processes get their part of them
 }
 
-// With mutex_ held. Whoever is still waiting for others waits in vain: they will be turned away.
+// With mutex_ held.
 void Rendezvous::Break(const Status& why) {
+  TurnAway(why);
+  if (peers_) peers_->Fail(broken_);
+}
+
+// With mutex_ held. Whoever is still waiting for others waits in vain.
+void Rendezvous::TurnAway(const Status& why) {
   if (broken_.ok()) broken_ = why;
   for (const auto& [run_id, meeting] : gathering_) {
     meeting->run.Fail(broken_);
@@ -121,23 +125,35 @@ Status Rendezvous::Run(Call call, const Prepare& prepare) {
   return meeting->run.status();
 }
 
+// On CUDA, runs have to be enqueued in one order on all devices, whatever they belong to.
+Rendezvous::Turn& Rendezvous::TurnOf(const Meeting& meeting) {
+  return across_ && meeting.calls[0].stream == nullptr ? own_turn_ : Turn::Global();
+}
+
 // Takes the run's turn and lets its participants launch; or ends the meeting with what prevents that.
 void Rendezvous::Open(Meeting& meeting, const Prepare& prepare) {
-  Turn::Global().Take();
-  // A run before this one may have failed, and it may have left flags set that this one would wait for.
-  Status status = broken();
-  if (status.ok()) {
-    Result<Executors> executors = prepare(meeting.calls);
-    status = executors.status();
-    if (status.ok()) meeting.executors = std::move(*executors);
-  }
+  TurnOf(meeting).Take();
+  const Status status = Ready(meeting, prepare);
   if (!status.ok()) {
     meeting.run.Fail(status);
-    Turn::Global().Give();
+    TurnOf(meeting).Give();
   }
   std::lock_guard lock(mutex_);
+  // The other processes launch their part, and no later run could make up for this one.
+  if (!status.ok() && across_) Break(status);
   meeting.stage = status.ok() ? Stage::kLaunching : Stage::kOver;
   meeting.changed.notify_all();
+}
+
+Status Rendezvous::Ready(Meeting& meeting, const Prepare& prepare) {
+  // A run before this one may have failed, and it may have left flags set that this one would wait for.
+  DYNAFLOW_RETURN_IF_ERROR(broken());
+  DYNAFLOW_ASSIGN(meeting.executors, prepare(meeting.calls));
+  std::lock_guard lock(mutex_);
+  if (!peers_) return {};
+  DYNAFLOW_RETURN_IF_ERROR(peers_->Check());
+  for (Call& call : meeting.calls) call.peers = peers_.get();
+  return {};
 }
 
 void Rendezvous::Launch(Meeting& meeting, size_t index) {
@@ -151,7 +167,8 @@ void Rendezvous::Launch(Meeting& meeting, size_t index) {
   ++meeting.launched;
   meeting.changed.notify_all();
   if (!status.ok()) {
-    // Peers may be waiting on the device, or may be about to, for flags that this one was to set.
+    // All may be waiting on the device, or may be about to, for flags that this one was to set.
+    if (peers_) peers_->Fail(meeting.run.status());
     const auto over = [&] {
       return meeting.launched == participants_ &&
              std::all_of(meeting.executors.begin(), meeting.executors.end(),
@@ -160,7 +177,7 @@ void Rendezvous::Launch(Meeting& meeting, size_t index) {
     const auto deadline = std::chrono::steady_clock::now() + Seconds(timeout_);
     do {
       lock.unlock();
-      executor.ReleasePeers();
+      for (const auto& each : meeting.executors) each->Release();
       lock.lock();
       meeting.changed.wait_for(lock, std::chrono::milliseconds(1));
     } while (!over() && std::chrono::steady_clock::now() < deadline);
@@ -174,7 +191,7 @@ void Rendezvous::Launch(Meeting& meeting, size_t index) {
     meeting.stage = Stage::kOver;
     meeting.changed.notify_all();
     lock.unlock();
-    Turn::Global().Give();
+    TurnOf(meeting).Give();
     return;
   }
   meeting.changed.wait(lock, [&] { return meeting.stage == Stage::kOver; });
@@ -186,7 +203,7 @@ void Rendezvous::Watch(const Meeting& meeting) {
   if (std::all_of(executors.begin(), executors.end(), [](const auto& each) { return each->Idle(); })) return;
   std::vector<Watchdog::Part> run;
   for (size_t i = 0; i < executors.size(); ++i) run.push_back({meeting.calls[i].device, executors[i]});
-  watchdog_.Watch(std::move(run));
+  watchdog_.Watch(std::move(run), peers_);
 }
 
 std::string Rendezvous::Absence(const Meeting& meeting) const {

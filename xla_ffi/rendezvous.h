@@ -17,6 +17,7 @@
 
 #include "xla_ffi/device.h"
 #include "xla_ffi/executor.h"
+#include "xla_ffi/peers.h"
 #include "xla_ffi/status.h"
 #include "xla_ffi/watchdog.h"
 
@@ -30,8 +31,13 @@ class Rendezvous {
   // at a time in the whole process, and without a lock: others may stand in Run meanwhile.
   using Prepare = std::function<Result<Executors>(std::span<const Call>)>;
 
-  // `timeout`: how long, in seconds, those who came wait for those who did not.
-  Rendezvous(size_t participants, double timeout);
+  // `participants`: of this process. `timeout`: how long, in seconds, those who came wait for those who did
+  // not. `across`: whether other processes take part as well. Then a run on the host takes its turn among
+  // those of this plan only: it ends with the other processes' runs, and they may be in another plan's first.
+  Rendezvous(size_t participants, double timeout, bool across = false);
+
+  // Says who the other processes are; before the first run launches.
+  void SetPeers(std::shared_ptr<const Peers> peers);
 
   // One device's part in a run: waits for the others, runs its program, and returns when all have launched
   // theirs (on the host: finished). Where one fails, all do, with the first error.
@@ -47,21 +53,40 @@ class Rendezvous {
   Status broken() const;
 
  private:
+  // Held by the one run that is being launched. The thread that gives it back need not be the one that took
+  // it, which a mutex would insist on.
+  class Turn {
+   public:
+    static Turn& Global();
+    void Take();
+    void Give();
+
+   private:
+    std::mutex mutex_;
+    std::condition_variable free_again_;
+    bool taken_ = false;
+  };
   struct Meeting;
   enum class Stage { kGathering, kComplete, kLaunching, kOver };
 
   void Break(const Status& why);
+  void TurnAway(const Status& why);
+  Turn& TurnOf(const Meeting& meeting);
   void Open(Meeting& meeting, const Prepare& prepare);
+  Status Ready(Meeting& meeting, const Prepare& prepare);
   void Launch(Meeting& meeting, size_t index);
   void Watch(const Meeting& meeting);
   std::string Absence(const Meeting& meeting) const;
 
   const size_t participants_;
   const double timeout_;
+  const bool across_;
+  Turn own_turn_;
 
   mutable std::mutex mutex_;                               // for what follows, and for all meetings
   std::map<int64_t, std::shared_ptr<Meeting>> gathering_;  // by run
   Status broken_;
+  std::shared_ptr<const Peers> peers_;
 
   Watchdog watchdog_;  // the last member: its thread uses the others
 };

@@ -14,12 +14,12 @@ Watchdog::~Watchdog() {
   if (thread_.joinable()) thread_.join();
 }
 
-void Watchdog::Watch(std::vector<Part> run) {
+void Watchdog::Watch(std::vector<Part> run, std::shared_ptr<const Peers> peers) {
   bool sleeping;
   {
     std::lock_guard lock(mutex_);
-    sleeping = run_.empty();
-    run_ = std::move(run);
+    sleeping = run_.parts.empty();
+    run_ = {std::move(run), std::move(peers), Clock::now(), std::nullopt};
     ++run_number_;
     if (!thread_.joinable()) thread_ = std::thread([this] { Loop(); });
   }
@@ -29,50 +29,63 @@ void Watchdog::Watch(std::vector<Part> run) {
 void Watchdog::Loop() {
   std::unique_lock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [&] { return stopping_ || !run_.empty(); });
+    changed_.wait(lock, [&] { return stopping_ || !run_.parts.empty(); });
     changed_.wait_for(lock, interval_, [&] { return stopping_; });
     if (stopping_) return;
-    const std::vector<Part> run = run_;
+    Run run = run_;
     const uint64_t number = run_number_;
     lock.unlock();
     const bool over = IsOver(run);
     lock.lock();
-    if (over && number == run_number_) run_.clear();
+    if (number == run_number_) run_ = over ? Run() : std::move(run);
   }
 }
 
 // Whether nothing is left to watch: all devices are done with the run, or one has failed and the others were
 // released.
-bool Watchdog::IsOver(const std::vector<Part>& run) {
-  std::vector<Part> failed, waiting;
+bool Watchdog::IsOver(Run& run) {
+  std::vector<Part> waiting;
   Status first;
-  for (const Part& part : run) {
+  for (const Part& part : run.parts) {
     const std::shared_ptr<Executor> executor = part.executor.lock();
     if (!executor) continue;  // its destruction has waited for the device
     const Status status = executor->Failure();
     if (!status.ok()) {
       if (first.ok()) first = status.Within([&] { return StrCat("device ", part.device); });
-      failed.push_back(part);
     } else if (!executor->Idle()) {
       waiting.push_back(part);
     }
   }
-  if (failed.empty()) return waiting.empty();
+  if (first.ok() && waiting.empty()) return true;
+  if (first.ok()) first = Lost(run);
+  if (first.ok()) return false;
   report_(first);
-  Release(failed, waiting);
+  Release(waiting);
   return true;
 }
 
+// Why a run that is under way will not end by itself, as far as that lies with other processes.
+Status Watchdog::Lost(Run& run) const {
+  if (!run.peers) return {};
+  const auto now = Clock::now();
+  const Status status = run.peers->Check();
+  if (status.ok()) {
+    return now - run.began < Seconds(run.peers->timeout()) ? Status() : run.peers->Late();
+  }
+  if (!run.alone) run.alone = now;
+  return now - *run.alone < patience_ ? Status() : status;
+}
+
 // A flag may be awaited several times, so it is set until nobody waits any more.
-void Watchdog::Release(const std::vector<Part>& failed, const std::vector<Part>& waiting) {
+void Watchdog::Release(const std::vector<Part>& waiting) {
   const auto deadline = std::chrono::steady_clock::now() + patience_;
   const auto busy = [](const Part& part) {
     const std::shared_ptr<Executor> executor = part.executor.lock();
     return executor && !executor->Idle();
   };
   while (std::any_of(waiting.begin(), waiting.end(), busy) && std::chrono::steady_clock::now() < deadline) {
-    for (const Part& part : failed) {
-      if (const std::shared_ptr<Executor> executor = part.executor.lock()) executor->ReleasePeers();
+    for (const Part& part : waiting) {
+      if (const std::shared_ptr<Executor> executor = part.executor.lock()) executor->Release();
     }
     std::unique_lock lock(mutex_);
     if (changed_.wait_for(lock, std::chrono::milliseconds(1), [&] { return stopping_; })) return;

@@ -43,6 +43,7 @@ class Inputs:
       shards: over how many devices the batch is sharded.
       weights: from a micro-batch's inputs to its weight in means, or ``None``.
       mesh: the sizes of the mesh axes around the function, outermost first; empty on a single device.
+      in_place: whether devices may read what others have computed where it is.
     """
 
     avals: Sequence[Any]
@@ -52,6 +53,7 @@ class Inputs:
     shards: int
     weights: Callable[[Sequence[Any]], Any] | None
     mesh: Mapping[str, int]
+    in_place: bool
 
 
 def build(
@@ -77,7 +79,7 @@ def build(
     Raises:
       DynaFlowError: naming the operator that cannot be compiled on its own: it calls back to the host, say.
     """
-    builder = Builder(name, platform, inputs.avals, inputs.mesh)
+    builder = Builder(name, platform, inputs.avals, inputs.mesh, inputs.in_place)
     rows = _split(builder, region.sizes, inputs)
     env: dict[Slot, Term] = {}
     for m, variant in enumerate(region.variants):
@@ -94,7 +96,14 @@ def build(
 
 
 def build_region(
-    name: str, platform: str, region: Region, steps: Sequence[Step], values: Values, mesh: Mapping[str, int]
+    name: str,
+    platform: str,
+    region: Region,
+    steps: Sequence[Step],
+    values: Values,
+    mesh: Mapping[str, int],
+    *,
+    in_place: bool,
 ) -> tuple[Work, list[Any], list[Any]]:
     """Everything that the body of a ``shard_map`` runs, on one of its devices.
 
@@ -105,13 +114,14 @@ def build_region(
       steps: the plan's for this region.
       values: what the micro-batches' programs start from; one and the same object where they have it in common.
       mesh: the sizes of the mesh axes, outermost first.
+      in_place: whether devices may read what others have computed where it is.
 
     Returns:
       The work; its operands, each once; and the types of its results, one micro-batch's after the other's.
     """
     operands = list({id(value): value for own in values for value in own}.values())
     index_of = {id(value): i for i, value in enumerate(operands)}
-    builder = Builder(name, platform, [jax.typeof(value) for value in operands], mesh)
+    builder = Builder(name, platform, [jax.typeof(value) for value in operands], mesh, in_place)
     env: dict[Slot, Term] = {}
     for m, (variant, own) in enumerate(zip(region.variants, values, strict=True)):
         found = [builder.inputs[index_of[id(value)]] for value in own]
@@ -463,6 +473,7 @@ def call(binder: Binder, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[
       outputs: types of the results.
       inputs: arrays.
     """
+    binder.enter()
     operands = [to_bits(x) for x in inputs]
     if binder.work.mesh:
         operands.append(jax.lax.axis_index(tuple(binder.work.mesh)))

@@ -101,6 +101,7 @@ class Builder:
       platform: ``"cpu"`` or ``"cuda"``.
       avals: types of the inputs.
       mesh: the sizes of the mesh axes around the function, if it runs on several devices.
+      in_place: whether devices may read what others have computed where it is: not in another process.
 
     Attributes:
       inputs: the values of the inputs.
@@ -108,8 +109,9 @@ class Builder:
       scope: of the tasks to come.
     """
 
-    def __init__(self, name: str, platform: str, avals: Sequence[Any], mesh: Mapping[str, int]):
+    def __init__(self, name: str, platform: str, avals: Sequence[Any], mesh: Mapping[str, int], in_place: bool = True):
         self.name = name
+        self.in_place = in_place
         self.platform = platform
         self.mesh = mesh
         self.scope: tuple[int, ...] = ()
@@ -272,7 +274,9 @@ class Builder:
             sizes.append(4)
             moving.append(True)
         kept = {self._base(value) for _, parts in self._outputs for value, _ in parts}
-        joined = self._read_in_place(_coalesced(listed, self._base, kept))
+        joined = _coalesced(listed, self._base, kept)
+        if self.in_place:
+            joined = self._read_in_place(joined)
         placed = self._placed(joined, donors)
         over = {value: self.inputs[donors[i]] for value, (i, _) in placed.items() if i in donors}
         operations = tuple(self._compiled(operation, placed, over) for operation in joined)

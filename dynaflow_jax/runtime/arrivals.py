@@ -86,6 +86,21 @@ def dead_before(work: Work) -> list[list[int]]:
     return dead
 
 
+def heard_by(work: Work, rank: int) -> set[int]:
+    """The devices, by position in the mesh, from which the one at ``rank`` gets something in every run."""
+    found = set[int]()
+    for exchange in work.operations:
+        if not isinstance(exchange, Exchange):
+            continue
+        group = work.group(rank, exchange.axes)
+        me = group.index(rank)
+        if exchange.pattern is Pattern.PERMUTE:
+            found.update(group[sender] for sender, receiver in exchange.pairs if receiver == me)
+        else:
+            found.update(group)
+    return found - {rank}
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Where arriving values and flags lie, alike on every device.
@@ -95,6 +110,7 @@ class Layout:
       offsets: for each exchange, by its index among the operations, where in that memory its values begin.
       flags: for each exchange the number of its first flag; there is one for each sender.
       start: the number of the first of the flags that say who has started.
+      seen: the number of the first of the flags by which devices say that they have seen that.
       num_flags: of all.
     """
 
@@ -102,6 +118,7 @@ class Layout:
     offsets: dict[int, int]
     flags: dict[int, int]
     start: int
+    seen: int
     num_flags: int
 
 
@@ -124,7 +141,7 @@ def layout(work: Work) -> Layout:
     offsets: dict[int, int] = {}
     flags: dict[int, int] = {}
     buffers: list[_Buffer] = []
-    size, num_flags = 0, work.participants
+    size, num_flags = 0, 2 * work.participants
     for i, exchange in history.exchanges:
         flags[i] = num_flags
         num_flags += work.group_size(exchange.axes)
@@ -150,4 +167,4 @@ def layout(work: Work) -> Layout:
                 buffers.append(buffer)
         buffer.touching = history.readers(exchange)
         offsets[i] = buffer.offset
-    return Layout(size, offsets, flags, 0, num_flags)
+    return Layout(size, offsets, flags, 0, work.participants, num_flags)

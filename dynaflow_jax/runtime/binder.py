@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,9 +14,9 @@ import jax
 
 from dynaflow_jax import compat
 from dynaflow_jax.errors import DynaFlowError
-from dynaflow_jax.runtime import arrivals, cuda, extension, host, private
+from dynaflow_jax.runtime import arrivals, cuda, extension, host, private, processes
 from dynaflow_jax.runtime.binding import Binding, Shared, Team, naming
-from dynaflow_jax.runtime.work import Partition, Work
+from dynaflow_jax.runtime.work import Exchange, Partition, Work
 
 # A capture's number is told to the extension just before its module runs, so only one may be under way.
 _capturing = threading.RLock()
@@ -56,7 +57,8 @@ class Binder:
     Attributes:
       work: what to bind.
       platform: ``"cpu"`` or ``"cuda"``.
-      devices: the ordinals of the devices that may call.
+      devices: the ordinals of the devices of this process that may call.
+      job: the processes whose devices run the plan together; ``None`` if all devices are of this one.
       plan: the executor's number of the plan.
       timed: whether the executor takes the time of every command, which costs a little itself.
 
@@ -68,12 +70,22 @@ class Binder:
     a rounding (another fusion, another matrix product) from a race.
     """
 
-    def __init__(self, work: Work, platform: str, devices: Sequence[int], capacity: int = 4, timed: bool = False):
+    def __init__(
+        self,
+        work: Work,
+        platform: str,
+        devices: Sequence[int],
+        job: processes.Job | None = None,
+        capacity: int = 4,
+        timed: bool = False,
+    ):
         self.work = work
         self.timed = timed
         self.devices = devices
         self.platform = platform
-        self.plan = extension.module.create_plan(self.bind, capacity, work.participants, TIMEOUT_S)
+        self.job = job if work.mesh else None
+        local = work.participants if self.job is None else len(devices)
+        self.plan = extension.module.create_plan(self.bind, capacity, local, TIMEOUT_S, across=self.job is not None)
         self._free = extension.module.free_plan
         self._moving = [False] * len(work.inputs)
         self._moving_outputs = [False] * len(work.outputs)
@@ -81,13 +93,19 @@ class Binder:
         self._executables: dict[tuple[str, str, int], Any] = {}
         self._layout = arrivals.layout(work)
         self._serial = os.environ.get("DYNAFLOW_SERIAL", "0") not in ("", "0")
-        self._team: Team | None = None
+        self._teams: dict[int, Team] = {}  # by device
+        self._name = ""  # by which other processes know the plan
 
     def another(self, *, timed: bool = False) -> Binder:
         """A plan of the same work, compiled once for both, for another place in a program that calls it."""
-        made = Binder(self.work, self.platform, self.devices, timed=timed)
+        made = Binder(self.work, self.platform, self.devices, self.job, timed=timed)
         made._executables, made._serial = self._executables, self._serial
         return made
+
+    def enter(self) -> None:
+        """Says that a program that is traced calls the plan; in all processes that run it, in the same order."""
+        if self.job is not None and not self._name:
+            self._name = self.job.number(_identity(self.work, self._layout))
 
     def close(self) -> None:
         """Frees the plan; runs under way finish first."""
@@ -98,18 +116,20 @@ class Binder:
 
         The executor calls this when it has none, with the calls of all devices that run the plan together.
         """
+        if self.work.mesh and not self._teams:
+            with _explaining_memory(self.work.name):
+                self._meet(calls)  # not while capturing: other processes may be met in another order
         with _capturing, _explaining_memory(self.work.name):
             moved = [self._note(call) for call in calls]
             if any(moved):
                 extension.module.forget_programs(self.plan)  # their memory is better used
-            if self.work.mesh:
-                self._team = self._team or self._meet(calls)
             bindings = {device: self._binding(device, inputs, outputs) for device, inputs, outputs in calls}
             with _forgetting(bindings.values()):
+                others = {b.team.rank: b for b in bindings.values() if b.team is not None}
                 # Operation by operation on all devices, since devices may read what others have computed.
                 for index in range(len(self.work.operations)):
                     for binding in bindings.values():
-                        binding.step(index, bindings)
+                        binding.step(index, others)
                 keep = [binding.owners() for binding in bindings.values()]
                 for binding in bindings.values():
                     binding.add(self.plan, keep, self.timed)
@@ -159,7 +179,7 @@ class Binder:
 
     def _binding(self, device: int, inputs: Sequence[int] | None, outputs: Sequence[int]) -> Binding:
         made = host.HostBinding if self.platform == "cpu" else cuda.CudaBinding
-        team = None if inputs is None else self._team
+        team = None if inputs is None else self._teams.get(device)
         known = outputs or [None] * len(self.work.outputs)
         fixed = [None if moving else address for address, moving in zip(known, self._moving_outputs, strict=True)]
         serial, executables = self._serial, self._executable
@@ -180,24 +200,31 @@ class Binder:
                 self._moving_outputs[i] = True
         return [*self._moving, *self._moving_outputs] != before
 
-    def _meet(self, calls: Sequence[Call]) -> Team:
+    def _meet(self, calls: Sequence[Call]) -> None:
         """Who is who in the mesh, as the last input of each device's call says; and the memory they share."""
-        rank_of = {}
+        rank_of: dict[int, int] = {}
         for device, inputs, _ in calls:
             rank_of[device] = (
                 host.read_int32(inputs[-1]) if self.platform == "cpu" else cuda.read_int32(device, inputs[-1])
             )
-        devices = sorted(rank_of, key=rank_of.__getitem__)
+        if self.job is not None:
+            self._teams = processes.meet(self.job, self._name, self.plan, rank_of, self._layout, self.work.participants)
+            return
+        devices = tuple(sorted(rank_of, key=rank_of.__getitem__))
         if sorted(rank_of.values()) != list(range(self.work.participants)):
-            raise DynaFlowError(f"devices {devices} say that they are {sorted(rank_of.values())} in the mesh.")
-        return Team(tuple(devices), {device: self._shared(device) for device in devices}, self._layout)
+            raise DynaFlowError(f"devices {[*devices]} say that they are {sorted(rank_of.values())} in the mesh.")
+        shared, keep = zip(*map(self._shared, devices), strict=True)
+        alone = (-1,) * len(devices)
+        self._teams = {
+            device: Team(rank, devices, alone, shared, self._layout, keep) for rank, device in enumerate(devices)
+        }
 
-    def _shared(self, device: int) -> Shared:
+    def _shared(self, device: int) -> tuple[Shared, Any]:
         def allocate(size: int) -> tuple[int, Any]:
             return host.allocate(size) if self.platform == "cpu" else cuda.allocate(device, size)
 
         (memory, owner), (flags, flags_owner) = allocate(self._layout.size), allocate(4 * self._layout.num_flags)
-        return Shared(memory, flags, (owner, flags_owner))
+        return Shared(memory, flags), (owner, flags_owner)
 
     def _executable(self, partition: Partition, device: int) -> Any:
         """The executable of a partition, one for all whose modules are equal; compiled once for all devices."""
@@ -223,6 +250,24 @@ class Binder:
             text = compat.scheduled_text(executable)
         cuda.check_capturable(text, partition.name)
         return executable
+
+
+def _identity(work: Work, layout: arrivals.Layout) -> str:
+    """What plans have in common that can run together: what each process expects of the others."""
+    values = [(operation.name, len(operation.reads), len(operation.writes)) for operation in work.operations]
+    exchanges = [
+        (
+            op.axes,
+            op.pattern.name,
+            op.pairs,
+            op.rows,
+            [(work.values[i].shape, str(work.values[i].dtype)) for i in op.writes],
+        )
+        for op in work.operations
+        if isinstance(op, Exchange)
+    ]
+    said = repr((work.name, dict(work.mesh), values, exchanges, layout))
+    return f"{work.name}-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import numpy as np
 from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.runtime import extension, private
 from dynaflow_jax.runtime import program as wire
-from dynaflow_jax.runtime.arrivals import Layout, dead_before, releases, slot_size
+from dynaflow_jax.runtime.arrivals import Layout, dead_before, heard_by, releases, slot_size
 from dynaflow_jax.runtime.work import Exchange, Partition, Pattern, Value, Work
 
 _DLPACK_KIND = {"b": 6, "i": 0, "u": 1, "f": 2, "c": 5}
@@ -28,27 +28,31 @@ class Shared:
     Attributes:
       arrivals: address of the memory for arriving values.
       flags: address of the flags, all zero between runs.
-      keep: what owns the memory.
     """
 
     arrivals: int
     flags: int
-    keep: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Team:
-    """The devices that run a plan together.
+    """The devices that run a plan together, as seen from one of them.
 
     Attributes:
-      devices: their ordinals, by position in the mesh.
-      shared: by ordinal.
+      rank: its position in the mesh.
+      devices: the ordinals of all, by position in the mesh; ``None`` of one of another process.
+      processes: likewise, which of the other processes each belongs to; -1 for this one.
+      shared: likewise, their memory, at the addresses where this device reaches it.
       layout: of the shared memory, alike on every device.
+      keep: what owns the memory.
     """
 
-    devices: tuple[int, ...]
-    shared: Mapping[int, Shared]
+    rank: int
+    devices: tuple[int | None, ...]
+    processes: tuple[int, ...]
+    shared: tuple[Shared, ...]
     layout: Layout
+    keep: Any
 
 
 class Binding(abc.ABC):
@@ -117,7 +121,7 @@ class Binding(abc.ABC):
 
         Args:
           index: of the operation.
-          others: the bindings of all devices that run the plan together, by ordinal.
+          others: the bindings of this process's devices that run the plan together, by position in the mesh.
         """
         operation = self.work.operations[index]
         for value in self._dead[index]:
@@ -233,6 +237,8 @@ class Binding(abc.ABC):
             written_on.update((work.base(value)[0], stream) for value in operation.writes)
             if i in waited:
                 commands.append(wire.Command(wire.RECORD, stream, operation.name, waited[i]))
+        if first is not None:
+            commands += self._end(index_of[first.where.stream])
         for i, (_, parts) in enumerate(work.outputs):
             for value, offset in parts:
                 if work.placed.get(value) == (i, offset) and self._outputs[i] is not None:
@@ -248,8 +254,18 @@ class Binding(abc.ABC):
         return wire.encode(version, work.name, streams, partitions, inputs, outputs, commands, devices)
 
     def devices(self) -> list[int]:
-        """The ordinals of all devices that the program knows of, its own first."""
-        return [self.device, *(d for d in (self.team.devices if self.team else ()) if d != self.device)]
+        """The ordinals of all devices that the program knows of, its own first; -1 for one of another process."""
+        if self.team is None:
+            return [self.device]
+        found = [-1 if device is None else device for device in self.team.devices]
+        return [found.pop(self.team.rank), *found]
+
+    def processes(self) -> list[int]:
+        """Which of the other processes each of these devices belongs to, -1 for this one."""
+        if self.team is None:
+            return [-1]
+        found = list(self.team.processes)
+        return [found.pop(self.team.rank), *found]
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
@@ -266,22 +282,25 @@ class Binding(abc.ABC):
         """The device's position in its group."""
         if self.team is None:
             return 0
-        rank = self.team.devices.index(self.device)
-        return self.work.group(rank, axes).index(rank)
+        return self.work.group(self.team.rank, axes).index(self.team.rank)
+
+    def _target(self, rank: int) -> int:
+        """Which of the program's devices one is, by its position in the mesh: its own is the first."""
+        assert self.team is not None
+        return 0 if rank == self.team.rank else rank + (rank < self.team.rank)
 
     def _group(self, exchange: Exchange) -> tuple[list[int], int]:
-        """The ordinals of the devices that an exchange is between, and one's own position among them."""
+        """The positions in the mesh of the devices that an exchange is between, and one's own place among them."""
         assert self.team is not None
-        rank = self.team.devices.index(self.device)
-        group = [self.team.devices[member] for member in self.work.group(rank, exchange.axes)]
-        return group, group.index(self.device)
+        group = self.work.group(self.team.rank, exchange.axes)
+        return group, group.index(self.team.rank)
 
-    def _arrival(self, device: int, index: int, sender: int, receiver: int) -> int:
-        """Where in a device's memory an exchange puts what one member of the group sends another."""
+    def _arrival(self, rank: int, index: int, sender: int, receiver: int) -> int:
+        """Where in the memory of the device at ``rank`` an exchange puts what one of the group sends another."""
         assert self.team is not None
         exchange = self.work.operations[index]
         assert isinstance(exchange, Exchange)
-        begin = self.team.shared[device].arrivals + self.team.layout.offsets[index]
+        begin = self.team.shared[rank].arrivals + self.team.layout.offsets[index]
         if exchange.pattern is Pattern.PERMUTE:
             return begin
         if exchange.is_apart:
@@ -305,44 +324,58 @@ class Binding(abc.ABC):
             return
         group, me = self._group(exchange)
         if not exchange.is_apart:
-            self.assign(exchange.writes[0], self._arrival(self.device, index, 0, me))
+            self.assign(exchange.writes[0], self._arrival(group[me], index, 0, me))
             return
         offset = self._sent(exchange)[0] * me
         for sender, value in enumerate(exchange.writes):
             if sender == me or exchange.in_place:
                 self.assign(value, others[group[sender]].at(exchange.reads[0]) + offset)
             else:
-                self.assign(value, self._arrival(self.device, index, sender, me))
+                self.assign(value, self._arrival(group[me], index, sender, me))
 
-    def _flag(self, device: int, number: int) -> wire.Range:
+    def _flag(self, rank: int, number: int) -> wire.Range:
         assert self.team is not None
-        return wire.Range(wire.MEMORY, 0, self.team.shared[device].flags + _FLAG * number, _FLAG)
+        return wire.Range(wire.MEMORY, 0, self.team.shared[rank].flags + _FLAG * number, _FLAG)
 
-    def _signal(self, stream: int, name: str, device: int, number: int) -> wire.Command:
-        return wire.Command(wire.SIGNAL, stream, name, self.devices().index(device), (), (self._flag(device, number),))
+    def _signal(self, stream: int, name: str, rank: int, number: int) -> wire.Command:
+        return wire.Command(wire.SIGNAL, stream, name, self._target(rank), (), (self._flag(rank, number),))
 
     def _await(
-        self, stream: int, name: str, device: int, number: int, arrived: tuple[wire.Range, ...] = ()
+        self, stream: int, name: str, rank: int, number: int, arrived: tuple[wire.Range, ...] = ()
     ) -> wire.Command:
-        writes = (self._flag(self.device, number), *arrived)
-        return wire.Command(wire.AWAIT, stream, name, self.devices().index(device), (), writes)
+        assert self.team is not None
+        writes = (self._flag(self.team.rank, number), *arrived)
+        return wire.Command(wire.AWAIT, stream, name, self._target(rank), (), writes)
 
     def _start(self, stream: int) -> list[wire.Command]:
         """Tells the others that the earlier run is over here, so that they may write; and waits for them.
 
         Values that the others read in place until the end of a run may be written again from here on.
+
+        A device must not start again before the others have seen that it has started, or they would see it once only.
+        From whom it gets something, it knows; the rest tell it, for ``_end`` to wait for.
         """
         assert self.team is not None
-        first = self.team.layout.start
-        rank = self.team.devices.index(self.device)
-        others = [(i, device) for i, device in enumerate(self.team.devices) if device != self.device]
-        signals = [self._signal(stream, "start", device, first + rank) for _, device in others]
+        first, me = self.team.layout.start, self.team.rank
+        others = [rank for rank in range(self.work.participants) if rank != me]
+        signals = [self._signal(stream, "start", rank, first + me) for rank in others]
         released = self._released_by(len(self.work.operations))
         awaits = [
-            self._await(stream, "start", device, first + i, released if device == others[-1][1] else ())
-            for i, device in others
+            self._await(stream, "start", rank, first + rank, released if rank == others[-1] else ()) for rank in others
         ]
-        return [*signals, *awaits]
+        seen = [
+            self._signal(stream, "start", rank, self.team.layout.seen + me)
+            for rank in others
+            if me not in heard_by(self.work, rank)
+        ]
+        return [*signals, *awaits, *seen]
+
+    def _end(self, stream: int) -> list[wire.Command]:
+        """Waits until all others have seen that this device has started."""
+        assert self.team is not None
+        known = heard_by(self.work, self.team.rank) | {self.team.rank}
+        others = [rank for rank in range(self.work.participants) if rank not in known]
+        return [self._await(stream, "end", rank, self.team.layout.seen + rank) for rank in others]
 
     def _released_by(self, index: int) -> tuple[wire.Range, ...]:
         """The memory that may be written again after an exchange, having been read in place by others until then."""
@@ -361,11 +394,11 @@ class Binding(abc.ABC):
         sent, arriving = (pitch * (rows.count - 1) + width for pitch in (source_pitch, target_pitch))
 
         def copy(receiver: int) -> wire.Command:
-            device = group[receiver]
+            rank = group[receiver]
             read = wire.Range(wire.MEMORY, 0, self.at(exchange.reads[0]) + stride * receiver, sent)
-            write = wire.Range(wire.MEMORY, 0, self._arrival(device, index, me, receiver), arriving)
+            write = wire.Range(wire.MEMORY, 0, self._arrival(rank, index, me, receiver), arriving)
             shape = (rows.count, source_pitch, target_pitch)
-            return wire.Command(wire.COPY, stream, name, self.devices().index(device), (read,), (write,), shape)
+            return wire.Command(wire.COPY, stream, name, self._target(rank), (read,), (write,), shape)
 
         if exchange.pattern is Pattern.PERMUTE:
             receivers = [to for sender, to in exchange.pairs if sender == me]
@@ -386,7 +419,7 @@ class Binding(abc.ABC):
             if exchange.in_place:
                 arrived = self._range(exchange.writes[sender])
             else:
-                arrived = wire.Range(wire.MEMORY, 0, self._arrival(self.device, index, sender, me), arriving)
+                arrived = wire.Range(wire.MEMORY, 0, self._arrival(group[me], index, sender, me), arriving)
             released = self._released_by(index) if sender == senders[-1] else ()
             commands.append(self._await(stream, name, group[sender], first + sender, (arrived, *released)))
         return commands

@@ -64,7 +64,14 @@ class HostBinding(Binding):
         """See ``Binding``."""
         blob = self.encode(range(len(self._functions)))
         extension.module.add_host_program(
-            plan, self.device, blob, self._functions, order_overlaps=True, timed=timed, keep_alive=[keep, self.team]
+            plan,
+            self.device,
+            blob,
+            self._functions,
+            order_overlaps=True,
+            timed=timed,
+            processes=self.processes(),
+            keep_alive=[keep, self.team],
         )
 
     def _function(self, client: private.Client, partition: Partition) -> Callable[[], None]:

@@ -30,6 +30,7 @@ SAME_VALUE(kSuccess, CUDA_SUCCESS);
 SAME_VALUE(kErrorNotReady, CUDA_ERROR_NOT_READY);
 SAME_VALUE(kErrorPeerAccessUnsupported, CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
 SAME_VALUE(kErrorPeerAccessAlreadyEnabled, CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
+SAME_VALUE(kIpcLazyEnablePeerAccess, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
 SAME_VALUE(kStreamNonBlocking, CU_STREAM_NON_BLOCKING);
 SAME_VALUE(kEventDefault, CU_EVENT_DEFAULT);
 SAME_VALUE(kEventDisableTiming, CU_EVENT_DISABLE_TIMING);
@@ -98,6 +99,7 @@ SAME_PLACE(Memcpy3D, dst_type, CUDA_MEMCPY3D, dstMemoryType);
 SAME_PLACE(Memcpy3D, dst_device, CUDA_MEMCPY3D, dstDevice);
 SAME_PLACE(Memcpy3D, width, CUDA_MEMCPY3D, WidthInBytes);
 SAME_PLACE(Memcpy3D, depth, CUDA_MEMCPY3D, Depth);
+SAME_SIZE(IpcHandle, CUipcMemHandle);
 static_assert(sizeof(Resource) >= sizeof(CUdevResource));
 SAME_PLACE(Resource, sm_count, CUdevResource, sm.smCount);
 

@@ -430,15 +430,15 @@ TEST_F(CudaDeviceTest, AFailedFlagNamesItsOperator) {
   }
 }
 
-TEST_F(CudaDeviceTest, ReleasesItsPeersFromStreamsOfTheirs) {
+TEST_F(CudaDeviceTest, IsReleasedFromAStreamOfItsOwn) {
   ASSERT_TRUE(Make(Exchange(), {}, {0, 1}).ok());
   EXPECT_TRUE(executor_->Idle());
   fake_.FailOn("GraphLaunch");
   EXPECT_FALSE(Run().ok());
   fake_.Heal();
   (void)fake_.TakeLog();
-  executor_->ReleasePeers();
-  EXPECT_THAT(fake_.TakeLog(), ElementsAre("StreamWriteValue s2 28672 1", "StreamWriteValue s2 28676 1"));
+  executor_->Release();
+  EXPECT_THAT(fake_.TakeLog(), ElementsAre("StreamWriteValue s2 24576 1", "StreamWriteValue s2 24580 1"));
   fake_.FailOn("EventQuery", cuda::kErrorNotReady);
   EXPECT_FALSE(executor_->Idle());
   fake_.FailOn("EventQuery");
@@ -454,6 +454,17 @@ TEST_F(CudaDeviceTest, WantsToReachTheMemoryOfWhomItSignals) {
   EXPECT_THAT(Make(Exchange(), {}, {0, 1}).message(),
               AllOf(HasSubstr("operator 'room' (command 0): device 0 cannot reach the memory of device 1"),
                     HasSubstr("EnablePeerAccess failed")));
+}
+
+TEST_F(CudaDeviceTest, ReachesADeviceOfAnotherProcessByItsAddress) {
+  fake_.FailOn("EnablePeerAccess");
+  ASSERT_TRUE(Make(Exchange(), {.one_graph = false}, {0, CudaDevice::kElsewhere}).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_THAT(fake_.TakeLog(),
+              AllOf(Contains("MemcpyAsync 36864 32768 64 s0"), Contains("StreamWriteValue s0 28676 1")));
+  ASSERT_TRUE(Make(Exchange(), {}, {0, CudaDevice::kElsewhere}).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_EQ(executor_->Mode(), "one graph");
 }
 
 TEST_F(CudaDeviceTest, NamesWhatAnOldDriverLacksForFlags) {

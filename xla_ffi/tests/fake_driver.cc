@@ -1,6 +1,7 @@
 #include "xla_ffi/tests/fake_driver.h"
 
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 #include <utility>
 
@@ -98,6 +99,23 @@ struct FakeCalls {
     d.ContextPop = [](Context*) { return --fake->pushed_, kSuccess; };
     d.ContextGetDevice = [](Device* device) { return *device = 0, kSuccess; };
     d.EnablePeerAccess = [](Context peer, unsigned) { return fake->Call("EnablePeerAccess", peer); };
+
+    d.MemAlloc = [](DevicePtr* address, size_t bytes) {
+      if (int error = fake->Call("MemAlloc", bytes)) return error;
+      ++fake->live_;
+      return *address = 0x100000 * fake->next_handle_++, kSuccess;
+    };
+    d.MemFree = [](DevicePtr) { return Release(nullptr, "MemFree"); };
+    d.IpcGetMemHandle = [](IpcHandle* handle, DevicePtr address) {
+      if (int error = fake->Call("IpcGetMemHandle", address)) return error;
+      std::memcpy(handle->reserved, &address, sizeof(address));
+      return kSuccess;
+    };
+    d.IpcOpenMemHandle = [](DevicePtr* address, IpcHandle handle, unsigned flags) {
+      std::memcpy(address, handle.reserved, sizeof(*address));
+      *address += 1;  // elsewhere in this process
+      return fake->Call("IpcOpenMemHandle", *address, flags);
+    };
 
     d.StreamCreate = [](Stream* stream, unsigned, int priority) {
       if (int error = fake->Call("StreamCreate", priority)) return error;

@@ -323,17 +323,16 @@ struct AsyncDevice final : Device {
   }
   std::string Mode() const override { return "pretended"; }
   // As with a flag that is awaited three times.
-  void ReleasePeers(const Program&) override {
-    if (peer->waits && ++releases == 3) peer->waits = false;
+  void Release(const Program&) override {
+    if (waits && ++releases == 3) waits = false;
   }
   bool Idle() const override { return !waits; }
   Status Failure(const Program&) override { return burns ? Internal("burnt out") : Status(); }
 
   bool fails = false;
   std::atomic<bool> burns = false;
-  AsyncDevice* peer = nullptr;
   std::atomic<bool> waits = false;
-  int releases = 0;
+  std::atomic<int> releases = 0;
 };
 
 // A plan of two such devices.
@@ -344,8 +343,6 @@ struct AsyncPair {
       devices[d] = device.get();
       plan.Add(d, std::make_shared<Executor>(ProgramBuilder(0), std::move(device)));
     }
-    devices[0]->peer = devices[1];
-    devices[1]->peer = devices[0];
   }
 
   // What the devices' calls of a run say.

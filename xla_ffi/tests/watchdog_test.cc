@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -22,8 +23,8 @@ using namespace std::chrono_literals;
 struct Runner final : Device {
   Status Run(const Program&, const Call&) override { return {}; }
   std::string Mode() const override { return "pretended"; }
-  void ReleasePeers(const Program&) override {
-    if (peer && ++releases >= 3) peer->busy = false;
+  void Release(const Program&) override {
+    if (++releases >= 3 && releasable) busy = false;
   }
   bool Idle() const override { return !busy; }
   Status Failure(const Program&) override {
@@ -33,7 +34,7 @@ struct Runner final : Device {
 
   std::atomic<bool> busy = true, failed = false;
   std::atomic<int> releases = 0, looks = 0;
-  Runner* peer = nullptr;
+  bool releasable = true;
 };
 
 struct Pair {
@@ -43,8 +44,6 @@ struct Pair {
       devices[d] = device.get();
       executors[d] = std::make_shared<Executor>(ProgramBuilder(0), std::move(device));
     }
-    devices[0]->peer = devices[1];
-    devices[1]->peer = devices[0];
   }
   std::vector<Watchdog::Part> Run() const { return {{4, executors[0]}, {5, executors[1]}}; }
 
@@ -69,7 +68,7 @@ TEST(Watchdog, ReportsAFailureAndReleasesThePeers) {
   watchdog.Watch(pair.Run());
   std::this_thread::sleep_for(10ms);
   EXPECT_EQ(reports.count, 0);
-  EXPECT_EQ(pair.devices[1]->releases, 0);
+  EXPECT_EQ(pair.devices[0]->releases, 0);
   pair.devices[1]->failed = true;
   EXPECT_EQ(reports.first.get_future().get(), "device 5: burnt out");
   while (pair.devices[0]->busy) std::this_thread::yield();
@@ -79,7 +78,7 @@ TEST(Watchdog, ReportsAFailureAndReleasesThePeers) {
 
 TEST(Watchdog, GivesUpOnPeersThatCannotBeReleased) {
   Pair pair;
-  pair.devices[1]->peer = nullptr;
+  pair.devices[0]->releasable = false;
   pair.devices[1]->failed = true;
   Reports reports;
   {
@@ -99,6 +98,71 @@ TEST(Watchdog, FailuresOfAllDevicesAreOne) {
   Watchdog watchdog(reports.Listener(), 1ms, 1min);
   watchdog.Watch(pair.Run());
   EXPECT_EQ(reports.first.get_future().get(), "device 4: burnt out");
+}
+
+// Another process, as far as the watchdog knows one.
+struct OtherProcess {
+  explicit OtherProcess(double timeout)
+      : peers(std::make_shared<Peers>(&own, std::vector<Peers::Process>{{"process 1", ends[0], &other}},
+                                      timeout)) {}
+  ~OtherProcess() {
+    close(ends[0]);
+    close(ends[1]);
+  }
+  // A pipe can be read from once its other end has written, as a pidfd can once its process has ended.
+  void End() { EXPECT_EQ(write(ends[1], "x", 1), 1); }
+
+  Notice own{}, other{};
+  int ends[2] = {-1, -1};
+  const int opened = pipe(ends);
+  std::shared_ptr<Peers> peers;
+};
+
+TEST(Watchdog, ARunMayEndWithoutAProcessThatHasEnded) {
+  Pair pair;
+  Reports reports;
+  OtherProcess other(60);
+  Watchdog watchdog(reports.Listener(), 1ms, 1min);
+  watchdog.Watch(pair.Run(), other.peers);
+  other.End();
+  std::this_thread::sleep_for(20ms);
+  EXPECT_EQ(reports.count, 0) << "what the run needs of it may be there already";
+  for (Runner* device : pair.devices) device->busy = false;
+  std::this_thread::sleep_for(20ms);
+  EXPECT_EQ(reports.count, 0);
+}
+
+TEST(Watchdog, ReleasesARunThatWaitsForAProcessThatHasEnded) {
+  Pair pair;
+  Reports reports;
+  OtherProcess other(60);
+  Watchdog watchdog(reports.Listener(), 1ms, 30ms);
+  watchdog.Watch(pair.Run(), other.peers);
+  other.End();
+  EXPECT_EQ(reports.first.get_future().get(), "process 1 has ended");
+  while (pair.devices[0]->busy || pair.devices[1]->busy) std::this_thread::yield();
+}
+
+TEST(Watchdog, ReleasesARunThatWaitsForAProcessThatFailed) {
+  Pair pair;
+  Reports reports;
+  OtherProcess other(60);
+  Watchdog watchdog(reports.Listener(), 1ms, 30ms);
+  watchdog.Watch(pair.Run(), other.peers);
+  Peers(&other.other, {}, 60).Fail(Internal("out of luck"));
+  EXPECT_EQ(reports.first.get_future().get(), "process 1: out of luck");
+  while (pair.devices[0]->busy || pair.devices[1]->busy) std::this_thread::yield();
+}
+
+TEST(Watchdog, ReleasesARunThatWaitsTooLong) {
+  Pair pair;
+  Reports reports;
+  OtherProcess other(0.02);
+  Watchdog watchdog(reports.Listener(), 1ms, 1min);
+  watchdog.Watch(pair.Run(), other.peers);
+  EXPECT_THAT(reports.first.get_future().get(),
+              testing::StartsWith("process 1 is alive, but did not answer within 0.02 s"));
+  while (pair.devices[0]->busy || pair.devices[1]->busy) std::this_thread::yield();
 }
 
 TEST(Watchdog, SleepsOnceARunIsOverAndWatchesTheNext) {
