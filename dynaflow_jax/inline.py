@@ -22,7 +22,7 @@ from dynaflow_jax.program import Program
 
 REGIONS = frozenset({"scan", "shard_map"})
 _CALLS = frozenset(
-    "jit pjit closed_call core_call remat remat2 checkpoint "
+    "jit pjit closed_call core_call eval_jaxpr remat remat2 checkpoint "
     "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
 )
 _REMAT = frozenset({"remat", "remat2", "checkpoint"})

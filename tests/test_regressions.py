@@ -202,3 +202,32 @@ def test_plans_of_another_batch_are_refused_as_plans(sizes):
 
     with pytest.raises(df.PlanError):
         run()
+
+
+CHECKPOINTED = {
+    "linear": lambda w, x: x + x,
+    "product": lambda w, x: x @ w,
+    "activation": lambda w, x: jnp.tanh(x @ w) @ w.T,
+    "loop": lambda w, x: jax.lax.scan(lambda c, _: (c - x, None), x, length=1)[0],
+    "jit": lambda w, x: jax.jit(lambda x: jnp.sin(x) @ w)(x),
+}
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+@pytest.mark.parametrize("block", CHECKPOINTED)
+def test_derivatives_of_what_is_computed_again(block, where):
+    """What ``jax.checkpoint`` leaves of a block's first evaluation is a call of a kind of its own since JAX 0.11."""
+    w, x = jnp.linspace(-1, 1, 16).reshape(4, 4), ROWS / 28
+
+    def loss(w, x):
+        with df.mark("block"):
+            x = jax.checkpoint(CHECKPOINTED[block])(w, x)
+        return (x * x).sum()
+
+    want = jax.value_and_grad(loss, (0, 1))(w, x)
+    options = {"scheduler": Split(3, 4), "batch_axes": (None, 0)}
+    if where == "inside":
+        flow = df.dynaflow(jax.value_and_grad(loss, (0, 1)), out_axes=("sum", ("sum", 0)), **options)
+    else:
+        flow = jax.value_and_grad(df.dynaflow(loss, out_axes="sum", **options), (0, 1))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), flow(w, x), want)

@@ -27,7 +27,7 @@ _IN_PLACE = frozenset(
     "dynamic_update_slice scatter scatter-add scatter-mul scatter-min scatter-max scatter_add".split()
 )
 _REMAT = frozenset("remat remat2 checkpoint".split())  # opening one would let XLA share what it computes again
-_CALLS = frozenset("pjit jit closed_call core_call custom_jvp_call custom_vjp_call".split()) | _REMAT
+_CALLS = frozenset("pjit jit closed_call core_call eval_jaxpr custom_jvp_call custom_vjp_call".split()) | _REMAT
 
 _TOKEN = jax.ShapeDtypeStruct((), np.int32)
 
