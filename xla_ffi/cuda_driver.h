@@ -23,6 +23,7 @@ struct CUgraph_st;
 struct CUgreenCtx_st;
 struct CUdevResourceDesc_st;
 struct CUkern_st;
+struct CUmod_st;
 struct CUstream_st;
 
 namespace dynaflow::cuda {
@@ -36,6 +37,7 @@ using GraphNode = CUgraphNode_st*;
 using GreenContext = CUgreenCtx_st*;
 using ResourceDesc = CUdevResourceDesc_st*;
 using Kernel = CUkern_st*;
+using Module = CUmod_st*;
 using Stream = CUstream_st*;
 using Device = int;
 using DevicePtr = unsigned long long;
@@ -264,6 +266,11 @@ struct Resource {
         unsigned flags)                                                                                     \
   EXTRA(AddMemOpNode, "cuGraphAddBatchMemOpNode", GraphNode* node, Graph graph, const GraphNode* after,     \
         size_t num_after, const MemOpNodeParams* params)                                                    \
+  EXTRA(ModuleLoad, "cuModuleLoadData", Module* module, const void* image)                                  \
+  EXTRA(ModuleUnload, "cuModuleUnload", Module module)                                                      \
+  EXTRA(ModuleGetFunction, "cuModuleGetFunction", Function* function, Module module, const char* name)      \
+  EXTRA(AddKernelNode, "cuGraphAddKernelNode_v2", GraphNode* node, Graph graph, const GraphNode* after,     \
+        size_t num_after, const KernelNodeParams* params)                                                   \
   EXTRA(FunctionGetName, "cuFuncGetName", const char** name, Function function)                             \
   EXTRA(KernelGetFunction, "cuKernelGetFunction", Function* function, Kernel kernel)                        \
   EXTRA(DeviceGetResource, "cuDeviceGetDevResource", Device device, Resource* resource, int type)           \
@@ -307,6 +314,7 @@ using OwnedEvent = std::unique_ptr<CUevent_st, Destroy<&Driver::EventDestroy>>;
 using OwnedGraph = std::unique_ptr<CUgraph_st, Destroy<&Driver::GraphDestroy>>;
 using OwnedGraphExec = std::unique_ptr<CUgraphExec_st, Destroy<&Driver::GraphExecDestroy>>;
 using OwnedGreenContext = std::unique_ptr<CUgreenCtx_st, Destroy<&Driver::GreenContextDestroy>>;
+using OwnedModule = std::unique_ptr<CUmod_st, Destroy<&Driver::ModuleUnload>>;
 using OwnedStream = std::unique_ptr<CUstream_st, Destroy<&Driver::StreamDestroy>>;
 
 // A device's primary context, the one that JAX uses, kept alive.

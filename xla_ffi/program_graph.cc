@@ -1,6 +1,10 @@
 #include "xla_ffi/program_graph.h"
 
 #include <algorithm>
+#include <span>
+#include <utility>
+
+#include "xla_ffi/order.h"
 
 namespace dynaflow::cuda {
 namespace {
@@ -20,6 +24,21 @@ void AppendMemOps(const Command& c, std::vector<MemOp>& ops) {
     append(kWaitValue32, 1);
     append(kWriteValue32, 0);
   }
+}
+
+// Which commands are flags beside which nothing is computed, on any timing: a waiting kernel may want the
+// place of another one on its multiprocessor.
+std::vector<bool> FlagsAlone(const Program& program) {
+  const Order order(program);
+  std::vector<bool> alone(program.commands.size());
+  for (size_t i = 0; i < program.commands.size(); ++i) {
+    const Command& c = program.commands[i];
+    alone[i] = IsFlag(c) && program.streams[c.stream].sm_budget == 0;
+    for (size_t k = 0; k < program.commands.size() && alone[i]; ++k) {
+      alone[i] = program.commands[k].kind != CommandKind::kLaunch || order.Ordered(i, k);
+    }
+  }
+  return alone;
 }
 
 }  // namespace
@@ -46,6 +65,14 @@ Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context, 
   Graph raw = nullptr;
   DYNAFLOW_CUDA(driver, GraphCreate, &raw, 0);
   result.graph_ = OwnedGraph(raw, {&driver});
+
+  std::vector<bool> by_kernel(program.commands.size());  // flags that are, rather than by the driver
+  if (std::any_of(program.commands.begin(), program.commands.end(), IsFlag)) {
+    if (auto kernel = FlagKernel::Of(driver, context); kernel.ok()) {
+      result.flag_kernel_ = std::move(*kernel);
+      by_kernel = FlagsAlone(program);
+    }
+  }
 
   // What the next node of each stream has to follow, and what each event stands for: nodes take the place of
   // the moments in time that streams and events are about.
@@ -108,12 +135,21 @@ Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context, 
       case CommandKind::kSignal:
       case CommandKind::kAwait: {
         // Each node costs time of its own, so neighbours become one.
+        const auto neighbour = [&] {
+          return next < program.commands.size() && IsFlag(program.commands[next]) &&
+                 program.commands[next].stream == c.stream && by_kernel[next] == by_kernel[i];
+        };
+        if (by_kernel[i]) {
+          while (neighbour() && next - i < FlagKernel::kMaxFlags) ++next;
+          const std::span flags(&program.commands[i], next - i);
+          auto made = result.flag_kernel_->AddNode(raw, tail, flags);
+          added = made.status();
+          if (added.ok()) node = *made;
+          break;
+        }
         std::vector<MemOp> ops;
         AppendMemOps(c, ops);
-        while (next < program.commands.size() && IsFlag(program.commands[next]) &&
-               program.commands[next].stream == c.stream && ops.size() + 2 <= kMaxMemOps) {
-          AppendMemOps(program.commands[next++], ops);
-        }
+        while (neighbour() && ops.size() + 2 <= kMaxMemOps) AppendMemOps(program.commands[next++], ops);
         const MemOpNodeParams params{context, static_cast<unsigned>(ops.size()), ops.data(), 0};
         added =
             driver.Check(driver.AddMemOpNode(&node, raw, tail.data(), tail.size(), &params), "AddMemOpNode");

@@ -1,10 +1,12 @@
 // A whole program as one CUDA graph, and so one launch.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "xla_ffi/cuda_driver.h"
 #include "xla_ffi/device.h"
+#include "xla_ffi/flag_kernel.h"
 #include "xla_ffi/stopwatch.h"
 
 namespace dynaflow::cuda {
@@ -33,7 +35,8 @@ class ProgramGraph {
 
   const Driver* driver_ = nullptr;
   Context context_ = nullptr;
-  OwnedGraph graph_;  // nodes are found through it
+  std::shared_ptr<const FlagKernel> flag_kernel_;  // outlives the graph
+  OwnedGraph graph_;                               // nodes are found through it
   OwnedGraphExec exec_;
   std::vector<MovingCopy> moving_;
 };

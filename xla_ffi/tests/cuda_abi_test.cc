@@ -21,6 +21,7 @@ SAME_TYPE(GraphNode, CUgraphNode);
 SAME_TYPE(GreenContext, CUgreenCtx);
 SAME_TYPE(ResourceDesc, CUdevResourceDesc);
 SAME_TYPE(Kernel, CUkernel);
+SAME_TYPE(Module, CUmodule);
 SAME_TYPE(Stream, CUstream);
 SAME_TYPE(Device, CUdevice);
 SAME_TYPE(DevicePtr, CUdeviceptr);
@@ -113,6 +114,7 @@ CALLED_AS(StreamWaitValue, cuStreamWaitValue32);
 #define DYNAFLOW_TEXT(x) DYNAFLOW_TEXT_(x)
 static_assert(std::string_view(DYNAFLOW_TEXT(cuStreamWriteValue32)) == "cuStreamWriteValue32_v2");
 static_assert(std::string_view(DYNAFLOW_TEXT(cuStreamWaitValue32)) == "cuStreamWaitValue32_v2");
+static_assert(std::string_view(DYNAFLOW_TEXT(cuGraphAddKernelNode)) == "cuGraphAddKernelNode_v2");
 
 TEST(CudaAbi, IsCheckedByTheCompiler) { SUCCEED(); }
 

@@ -383,25 +383,77 @@ TEST_F(CudaDeviceTest, FlagsAreNodesOfTheGraph) {
 
 TEST_F(CudaDeviceTest, NeighbouringFlagsBecomeOneNode) {
   ProgramBuilder b(2);
-  b.Devices(2).Launch(0, "a").Record(0, 0).Wait(1, 0);
+  b.Devices(2).Launch(0, "a").Record(0, 0).Wait(1, 0).Launch(0, "beside");
   b.Signal(1, "x", Flag(0x7000), 1).Await(1, "y", Flag(0x6000), 1).Signal(1, "z", Flag(0x7004), 1);
   b.Launch(1, "b").Await(1, "w", Flag(0x6004), 1);
   ASSERT_TRUE(Make(b, {}, {0, 1}).ok());
   ASSERT_TRUE(Run().ok());
   const auto& n = fake_.NodesOf(fake_.launched());
-  ASSERT_EQ(n.size(), 4u);
-  EXPECT_EQ(Show(fake_.Node(n[1]).ops), " write 28672 1 wait 24576 1 write 24576 0 write 28676 1");
-  EXPECT_THAT(fake_.Node(n[1]).after, ElementsAre(n[0]));
-  EXPECT_THAT(fake_.Node(n[2]).after, ElementsAre(n[1]));
+  ASSERT_EQ(n.size(), 5u);
+  EXPECT_EQ(Show(fake_.Node(n[2]).ops), " write 28672 1 wait 24576 1 write 24576 0 write 28676 1");
+  EXPECT_THAT(fake_.Node(n[2]).after, ElementsAre(n[0]));
   EXPECT_THAT(fake_.Node(n[3]).after, ElementsAre(n[2]));
+  EXPECT_THAT(fake_.Node(n[4]).after, ElementsAre(n[3]));
 }
 
 TEST_F(CudaDeviceTest, ANodeTakesNoMoreFlagsThanTheDriverAllows) {
-  ProgramBuilder b(1);
+  ProgramBuilder b(2);
+  b.Launch(1, "a");
   for (int i = 0; i < 200; ++i) b.Await(0, "w", Flag(0x6000 + 4 * i));
   ASSERT_TRUE(Make(b).ok());
   ASSERT_TRUE(Run().ok());
   EXPECT_THAT(fake_.TakeLog(), AllOf(Contains("AddMemOpNode 256"), Contains("AddMemOpNode 144")));
+}
+
+// Flags on stream 1: the first ones between two launches, the last one beside the second.
+ProgramBuilder FlagsBetweenLaunches() {
+  ProgramBuilder b(2);
+  b.Devices(2).Launch(0, "a").Record(0, 0).Wait(1, 0);
+  b.Signal(1, "s", Flag(0x7000), 1).Signal(1, "s", Flag(0x7004), 1).Await(1, "t", Flag(0x6000), 1);
+  b.Signal(1, "u", Flag(0x7008), 1).Record(1, 1).Wait(0, 1).Launch(0, "b").Signal(1, "v", Flag(0x700c), 1);
+  return b;
+}
+
+TEST_F(CudaDeviceTest, AKernelSetsAndAwaitsFlagsWhereNothingElseComputes) {
+  ASSERT_TRUE(Make(FlagsBetweenLaunches(), {}, {0, 1}).ok());
+  ASSERT_TRUE(Run().ok());
+  const auto& n = fake_.NodesOf(fake_.launched());
+  ASSERT_EQ(n.size(), 4u);
+  EXPECT_EQ(fake_.Node(n[1]).flags, "set 28672 set 28676 ; wait 24576 ; set 28680 ");
+  EXPECT_THAT(fake_.Node(n[1]).after, ElementsAre(n[0]));
+  EXPECT_THAT(fake_.Node(n[2]).after, ElementsAre(n[0], n[1]));
+  EXPECT_EQ(Show(fake_.Node(n[3]).ops), " write 28684 1") << "'b' may want the place of a kernel";
+
+  ProgramBuilder many(1);
+  for (int i = 0; i < 70; ++i) many.Await(0, "w", Flag(0x6000 + 4 * i));
+  ASSERT_TRUE(Make(many).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_EQ(fake_.NodesOf(fake_.launched()).size(), 3u) << "32 flags a kernel";
+}
+
+TEST_F(CudaDeviceTest, TheDriversOperationsServeWhereThereIsNoFlagKernel) {
+  const auto served = [&] {
+    EXPECT_TRUE(Make(FlagsBetweenLaunches(), {}, {0, 1}).ok());
+    EXPECT_TRUE(Run().ok());
+    return Show(fake_.Node(fake_.NodesOf(fake_.launched())[1]).ops);
+  };
+  const std::string expected = " write 28672 1 write 28676 1 wait 24576 1 write 24576 0 write 28680 1";
+  fake_.FailOn("ModuleLoad");
+  EXPECT_EQ(served(), expected);
+  fake_.Heal();
+  fake_.FailOn("ModuleGetFunction");
+  EXPECT_EQ(served(), expected);
+  fake_.Heal();
+  driver_.AddKernelNode = nullptr;
+  EXPECT_EQ(served(), expected);
+}
+
+TEST_F(CudaDeviceTest, StreamsWithABudgetOfSmsAwaitFlagsWithoutAKernel) {
+  Program program = FlagsBetweenLaunches();
+  program.streams[1].sm_budget = 16;
+  ASSERT_TRUE(Make(program, {}, {0, 1}).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_THAT(fake_.TakeLog(), Not(Contains(StartsWith("AddKernelNode"))));
 }
 
 TEST_F(CudaDeviceTest, FallsBackToStreamsWithFlags) {

@@ -64,6 +64,19 @@ struct FakeCalls {
     fake->graphs_[graph].push_back(handle);
     return handle;
   }
+  // What a flag kernel would do.
+  static std::string FlagsOf(const KernelNodeParams& params) {
+    const auto* addresses = static_cast<const uint64_t*>(params.params[0]);
+    const auto* kinds = static_cast<const uint32_t*>(params.params[1]);
+    std::string text;
+    for (uint32_t group = 0; group < *static_cast<const uint32_t*>(params.params[2]); ++group) {
+      text += group ? "; " : "";
+      for (unsigned i = 0; i < params.block_x; ++i) {
+        if (kinds[i] / 2 == group) text += StrCat(kinds[i] % 2 ? "wait " : "set ", addresses[i], " ");
+      }
+    }
+    return text;
+  }
   // Its nodes one after the other.
   static void Execute(Graph graph) {
     for (GraphNode handle : fake->graphs_[graph]) {
@@ -172,6 +185,19 @@ struct FakeCalls {
       *node = AddNode(graph, {.type = kNodeBatchMemOp,
                               .after = {after, after + count},
                               .ops = {params->ops, params->ops + params->count}});
+      return kSuccess;
+    };
+
+    d.ModuleLoad = [](Module* module, const void*) { return Create("ModuleLoad", "module", module); };
+    d.ModuleUnload = [](Module module) { return Release(module, "ModuleUnload"); };
+    d.ModuleGetFunction = [](Function* function, Module, const char* name) {
+      if (int error = fake->Call("ModuleGetFunction")) return error;
+      return *function = fake->NewHandle<Function>(name), kSuccess;
+    };
+    d.AddKernelNode = [](GraphNode* node, Graph graph, const GraphNode* after, size_t count,
+                         const KernelNodeParams* params) {
+      if (int error = fake->Call("AddKernelNode", params->function)) return error;
+      *node = AddNode(graph, {.after = {after, after + count}, .flags = FlagsOf(*params)});
       return kSuccess;
     };
 
