@@ -1,8 +1,8 @@
 // Flags that a kernel of one warp sets and awaits, as a node of a graph.
 //
-// Such a node takes half as long as one of the driver's memory operations (on an H200 1.7 against 3.1 us, with
-// the flag set already): a decoding step of 32 layers on two GPUs went from 6.06 to 5.67 ms. But the kernel has
-// a place on a multiprocessor for as long as it waits.
+// Such a node takes half as long as one of the driver's memory operations (on an H200 1.7 against 3.1 us,
+// with the flag set already): a decoding step of 32 layers on two GPUs went from 6.06 to 5.67 ms. But the
+// kernel has a place on a multiprocessor for as long as it waits.
 #pragma once
 
 #include <memory>

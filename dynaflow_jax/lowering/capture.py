@@ -20,6 +20,8 @@ _VIEWS = frozenset(
     "reshape squeeze expand_dims transpose broadcast_in_dim bitcast_convert_type copy copy_p optimization_barrier "
     "pvary pcast name layout_constraint".split()
 )
+# What says of a value how it differs between devices: of no meaning on one of them, and not to be evaluated there.
+_VARYING = frozenset({"pvary", "pcast"})
 # What XLA may give a custom call as a part of its operand's memory.
 _SLICES = frozenset({"slice", "dynamic_slice"})
 # What XLA writes into its first operand's memory.
@@ -129,6 +131,8 @@ class _Evaluation:
                 within = _Outside(inner, [outside.has(atom) for atom in eqn.invars])
                 given = {var for var, is_known in zip(inner.invars, known, strict=True) if is_known}
                 results = self.run(inner, compat.consts_of(body), values, within, given)
+            elif eqn.primitive.name in _VARYING:
+                results = values[: len(eqn.outvars)]
             else:
                 for i in _written(eqn):
                     if outside.has(eqn.invars[i]):

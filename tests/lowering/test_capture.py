@@ -1,11 +1,18 @@
 """What a captured partition copies, so that XLA has nothing to copy outside of the capture."""
 
+import functools
+
 import jax
+import jax.extend
 import jax.numpy as jnp
+import models_parallel
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
-from dynaflow_jax.lowering import capture
+import dynaflow_jax as df
+from dynaflow_jax import compat
+from dynaflow_jax.lowering import capture, tasks
 from dynaflow_jax.runtime import cuda, extension
 
 pytestmark = pytest.mark.skipif(extension.module is None, reason="the extension was not built")
@@ -93,6 +100,23 @@ def test_random_keys_are_copied():
     assert (jax.random.key_data(got) == jax.random.key_data(key)).all()
 
 
+def test_values_that_vary_over_devices():
+    """As they do in the body of a ``shard_map`` that checks it; a partition is compiled for one device."""
+
+    def fun(x, w):
+        return [jnp.zeros_like(x).at[1].set(x[0]), jax.jit(lambda x: x @ w + jnp.ones(()))(x), w]
+
+    mesh, spec = jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,)), PartitionSpec("i")
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=[spec, spec, PartitionSpec()])
+    (eqn,) = jax.make_jaxpr(mapped)(X, W).eqns
+    body = jax.extend.core.ClosedJaxpr(compat.open_jaxpr(eqn.params["jaxpr"]), ())
+    assert "pvary" in str(body)
+    extension.register("cpu")
+    for tied in (False, True):
+        got = jax.jit(functools.partial(capture._evaluate, body, tied=tied))((X, W), jnp.int32(1))
+        jax.tree.map(np.testing.assert_array_equal, got, fun(X, W))
+
+
 def test_nothing_is_left_to_compute_for_a_scalar_that_is_passed_on():
     assert copies(lambda loss: [loss[None], loss * 2], jnp.float32(jnp.nan)) == 1
 
@@ -140,3 +164,27 @@ def test_nothing_is_left_outside_of_the_capture(fun):
         return cuda.outside_of_capture(compiled.as_text())
 
     assert not all(map(left_outside, (capture.captured, capture.enclosed, capture.tied)))
+
+
+STRATEGIES = {
+    "tensor_parallel": df.strategies.NanoFlow(),
+    "sequence_parallel": df.strategies.AsyncTensorParallel(),
+    "fully_sharded": df.strategies.ParameterPrefetch(),
+    "data_parallel": df.strategies.GradientBuckets(1500),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_form_of_every_partition_can_be_lowered(name, monkeypatch):
+    """Which one XLA leaves nothing outside of, only a compiler for GPUs tells: all have to be there."""
+    model, lowered = getattr(models_parallel, name)(), []
+    on_host = tasks._Module.on_host
+
+    def all_forms(module):
+        lowered.append([module.in_capture(form) for form in (capture.captured, capture.enclosed, capture.tied)])
+        return on_host(module)
+
+    monkeypatch.setattr(tasks._Module, "on_host", all_forms)
+    flow = df.dynaflow(model.fun, scheduler=STRATEGIES[name], backend="dispatch", batch_axes=model.axes)
+    jax.jit(model.mapped(2, flow)).lower(*model.args)
+    assert lowered
