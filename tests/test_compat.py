@@ -264,13 +264,16 @@ def test_shapes_of_a_function_that_communicates():
     assert found[0].shape == ()
 
 
-def test_devices_of_several_processes_are_refused(monkeypatch):
+def test_devices_that_a_program_may_run_on():
     with jax.sharding.use_abstract_mesh(mesh().abstract_mesh):
-        assert len(compat.device_ordinals()) == jax.local_device_count()
-        monkeypatch.setattr(jax, "process_count", lambda: 2)
-        with pytest.raises(DynaFlowError, match=r"the mesh \(d=4\) is of a program of 2 processes"):
-            compat.device_ordinals()
+        assert compat.device_ordinals() == compat.local_ordinals() == list(range(jax.local_device_count()))
     assert len(compat.device_ordinals()) == 1
+
+
+def test_processes_have_no_store_unless_they_were_introduced():
+    for ask in (lambda: compat.tell_processes("key", "text"), lambda: compat.told_by_process("key", 0.1)):
+        with pytest.raises(DynaFlowError, match=r"jax.distributed.initialize"):
+            ask()
 
 
 def test_mosaic_gpu_is_simulated():

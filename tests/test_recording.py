@@ -156,7 +156,7 @@ def test_a_profile_leaves_nothing_behind():
     made, freed = [], []
     create, free = extension.module.create_plan, extension.module.free_plan
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extension.module, "create_plan", lambda *args: made.append(create(*args)) or made[-1])
+        patch.setattr(extension.module, "create_plan", lambda *a, **k: made.append(create(*a, **k)) or made[-1])
         patch.setattr(extension.module, "free_plan", lambda plan: (freed.append(plan), free(plan))[1])
         df.profile(flow, W, ROWS, calls=1)
     assert made
