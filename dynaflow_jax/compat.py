@@ -164,6 +164,13 @@ def bind(eqn: Any, *invals: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
+"""Primitives that do what their one body does, as versions of JAX name them."""
+
+REMAT = frozenset({"remat", "remat2", "checkpoint"})
+"""Those whose body is computed again when they are differentiated."""
+
+
 # -- values -------------------------------------------------------------------------------------------------------
 
 

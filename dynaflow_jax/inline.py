@@ -21,13 +21,9 @@ from dynaflow_jax.errors import SplitError
 from dynaflow_jax.program import Program
 
 REGIONS = frozenset({"scan", "shard_map"})
-_CALLS = frozenset(
-    "jit pjit closed_call core_call eval_jaxpr remat remat2 checkpoint "
-    "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
-)
-_REMAT = frozenset({"remat", "remat2", "checkpoint"})
 # Opening these loses something that differentiating the result from outside would need.
-_CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}) | _REMAT
+_CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}) | compat.REMAT
+_CALLS = compat.CALLS | _CUSTOM_DERIVATIVE
 DRAWS = frozenset({"random_bits", "random_split", "random_gamma", "threefry2x32", "rng_bit_generator"})
 """Primitives that draw random numbers; what draws over the batch is drawn outside the micro-batches."""
 
@@ -36,7 +32,7 @@ _ALIASES = (
     frozenset({"psum", "psum2", "psum_invariant"}),
     frozenset({"all_gather", "all_gather_invariant"}),
     frozenset({"psum_scatter", "reduce_scatter"}),
-    _REMAT,
+    compat.REMAT,
 )
 
 
@@ -333,7 +329,11 @@ class _Level:
         stack = compat.name_stack(eqn) if stack is None else stack
         if name in _CUSTOM_DERIVATIVE and not eqn.params.get("differentiated", False):
             self.opened.append(_called_name(eqn) or name)
-        if name in _REMAT and eqn.params.get("differentiated") and _prevents_cse(eqn.params.get("prevent_cse", True)):
+        if (
+            name in compat.REMAT
+            and eqn.params.get("differentiated")
+            and _prevents_cse(eqn.params.get("prevent_cse", True))
+        ):
             # What remat's own lowering does: without it the compiler would find the first computation and keep it.
             invars = self._emit(jax.lax.optimization_barrier, invars, scopes, stack)
         elif "in_shardings" in eqn.params:

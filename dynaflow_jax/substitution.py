@@ -142,7 +142,7 @@ def substituted(jaxpr: Any, finders: Iterable[Finder]) -> Substituted | None:
     return Substituted(opened, found) if found else None
 
 
-_CALLS = frozenset({"jit", "pjit", "eval_jaxpr", "remat", "remat2", "checkpoint"})
+_CALLS = frozenset({"jit", "pjit", "eval_jaxpr"}) | compat.REMAT
 
 
 class _Call:

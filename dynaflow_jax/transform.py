@@ -802,12 +802,12 @@ class Resolved:
                 raise DynaFlowError(f"backend='dispatch': {problem}.")
             self.choice = Choice(False, problem)
             return False
-        extension.register("cpu" if platform == "cpu" else "cuda")
+        extension.register(extension.platform_of(platform))
         return True
 
     def _dispatch_all(self, platform: str) -> None:
         """Has the plan run on streams of its own: all of it, or what is inside ``shard_map``."""
-        where = "cpu" if platform == "cpu" else "cuda"
+        where = extension.platform_of(platform)
         if any(self._is_shard_map(step) for step in self.plan.steps):
             region = functools.partial(self._dispatched_region, where)
             self._run_dispatched = functools.partial(self._evaluate, region)
@@ -958,7 +958,7 @@ class Resolved:
             binder = self._binder.another(timed=True)
             binders.append(binder)
             return lambda constants, leaves: dispatch.call(binder, self._outputs, [*constants, *leaves])
-        where = "cpu" if self.info.platform == "cpu" else "cuda"
+        where = extension.platform_of(self.info.platform)
         return functools.partial(self._evaluate, functools.partial(self._dispatched_region, where, timed=binders))
 
     def call(self, leaves: Sequence[Any]) -> Any:

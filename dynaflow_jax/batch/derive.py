@@ -770,7 +770,7 @@ def _random_wrap(ctx: Derivation, eqn: Any, given: Sequence[Axes]) -> Sequence[A
 # -- programs inside equations -------------------------------------------------------------------------------------
 
 
-@_rule(*"call checkpoint closed_call core_call custom_jvp_call eval_jaxpr jit pjit remat remat2".split())
+@_rule("call", "custom_jvp_call", *compat.CALLS, *compat.REMAT)
 def _call(ctx: Derivation, eqn: Any, given: Sequence[Axes]) -> Sequence[Axes]:
     bodies = list(compat.sub_jaxprs(eqn))
     if len(bodies) != 1 or len(compat.open_jaxpr(bodies[0][1]).invars) != len(given):

@@ -29,9 +29,10 @@ from dynaflow_jax.batch.state import (
 
 
 @rule(
-    *("call checkpoint closed_call composite compute_on core_call custom_jvp_call custom_lin custom_vjp_call").split(),
-    *("custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jaxpr_call jit linear_call pjit remat remat2").split(),
-    "xla_metadata_call",
+    *("call composite compute_on custom_jvp_call custom_lin custom_vjp_call custom_vjp_call_jaxpr").split(),
+    *("custom_vmap_call jaxpr_call linear_call xla_metadata_call").split(),
+    *compat.CALLS,
+    *compat.REMAT,
     opens=True,
 )
 def call(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[State]:

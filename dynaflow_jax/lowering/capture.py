@@ -28,8 +28,7 @@ _SLICES = frozenset({"slice", "dynamic_slice"})
 _IN_PLACE = frozenset(
     "dynamic_update_slice scatter scatter-add scatter-mul scatter-min scatter-max scatter_add".split()
 )
-_REMAT = frozenset("remat remat2 checkpoint".split())  # opening one would let XLA share what it computes again
-_CALLS = frozenset("pjit jit closed_call core_call eval_jaxpr custom_jvp_call custom_vjp_call".split()) | _REMAT
+_CALLS = compat.CALLS | compat.REMAT | {"custom_jvp_call", "custom_vjp_call"}
 
 _TOKEN = jax.ShapeDtypeStruct((), np.int32)
 
@@ -126,7 +125,9 @@ class _Evaluation:
         for eqn in jaxpr.eqns:
             values = [read(atom) for atom in eqn.invars]
             known = [compat.is_literal(atom) or atom in free for atom in eqn.invars]
-            if (body := _body(eqn)) is not None:
+            # Opening what is to be computed again would let XLA share it with the first time.
+            body = None if eqn.primitive.name in compat.REMAT else _body(eqn)
+            if body is not None:
                 inner = compat.open_jaxpr(body)
                 within = _Outside(inner, [outside.has(atom) for atom in eqn.invars])
                 given = {var for var, is_known in zip(inner.invars, known, strict=True) if is_known}
@@ -161,8 +162,8 @@ class _Evaluation:
 
 
 def _body(eqn: Any) -> Any:
-    """The jaxpr of a call that XLA does not see as one; ``None`` for whatever is no such call."""
-    if eqn.primitive.name in _CALLS - _REMAT:
+    """The jaxpr of a call, whose inputs and outputs are the call's; ``None`` for whatever is no such call."""
+    if eqn.primitive.name in _CALLS:
         for _, body in compat.sub_jaxprs(eqn):
             inner = compat.open_jaxpr(body)
             if len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars):
@@ -216,14 +217,12 @@ class _Outside:
                 self._cut.update(var for var, of in same if self.cut(of))
             elif eqn.primitive.name in _SLICES:
                 self._cut.update(eqn.outvars)
-            elif eqn.primitive.name in _CALLS:
-                for _, body in compat.sub_jaxprs(eqn):
-                    inner = compat.open_jaxpr(body)
-                    if len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars):
-                        within = _Outside(inner, [self.has(atom) for atom in eqn.invars])
-                        pairs = list(zip(eqn.outvars, inner.outvars, strict=True))
-                        self._vars.update(var for var, own in pairs if within.has(own))
-                        self._cut.update(var for var, own in pairs if within.cut(own))
+            elif (body := _body(eqn)) is not None:
+                inner = compat.open_jaxpr(body)
+                within = _Outside(inner, [self.has(atom) for atom in eqn.invars])
+                pairs = list(zip(eqn.outvars, inner.outvars, strict=True))
+                self._vars.update(var for var, own in pairs if within.has(own))
+                self._cut.update(var for var, own in pairs if within.cut(own))
 
     def has(self, atom: Any) -> bool:
         """Whether a variable's or literal's memory may be there before the first kernel."""

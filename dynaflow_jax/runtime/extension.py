@@ -31,6 +31,11 @@ def register(platform: str) -> None:
         jax.ffi.register_ffi_target(name, stages, platform=where)
 
 
+def platform_of(platform: str) -> str:
+    """Where the executor runs what JAX lowers for a platform: ``"cpu"`` or ``"cuda"``."""
+    return "cpu" if platform == "cpu" else "cuda"
+
+
 def unavailable_because(platform: str) -> str:
     """Why plans cannot be dispatched on a platform; empty if they can."""
     if module is None:

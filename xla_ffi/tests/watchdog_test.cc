@@ -46,6 +46,9 @@ struct Pair {
     }
   }
   std::vector<Watchdog::Part> Run() const { return {{4, executors[0]}, {5, executors[1]}}; }
+  void AwaitRelease() const {
+    while (devices[0]->busy || devices[1]->busy) std::this_thread::yield();
+  }
 
   std::array<Runner*, 2> devices;
   std::array<std::shared_ptr<Executor>, 2> executors;
@@ -140,7 +143,7 @@ TEST(Watchdog, ReleasesARunThatWaitsForAProcessThatHasEnded) {
   watchdog.Watch(pair.Run(), other.peers);
   other.End();
   EXPECT_EQ(reports.first.get_future().get(), "process 1 has ended");
-  while (pair.devices[0]->busy || pair.devices[1]->busy) std::this_thread::yield();
+  pair.AwaitRelease();
 }
 
 TEST(Watchdog, ReleasesARunThatWaitsForAProcessThatFailed) {
@@ -151,7 +154,7 @@ TEST(Watchdog, ReleasesARunThatWaitsForAProcessThatFailed) {
   watchdog.Watch(pair.Run(), other.peers);
   Peers(&other.other, {}, 60).Fail(Internal("out of luck"));
   EXPECT_EQ(reports.first.get_future().get(), "process 1: out of luck");
-  while (pair.devices[0]->busy || pair.devices[1]->busy) std::this_thread::yield();
+  pair.AwaitRelease();
 }
 
 TEST(Watchdog, ReleasesARunThatWaitsTooLong) {
@@ -162,7 +165,7 @@ TEST(Watchdog, ReleasesARunThatWaitsTooLong) {
   watchdog.Watch(pair.Run(), other.peers);
   EXPECT_THAT(reports.first.get_future().get(),
               testing::StartsWith("process 1 is alive, but did not answer within 0.02 s"));
-  while (pair.devices[0]->busy || pair.devices[1]->busy) std::this_thread::yield();
+  pair.AwaitRelease();
 }
 
 TEST(Watchdog, SleepsOnceARunIsOverAndWatchesTheNext) {
