@@ -127,27 +127,27 @@ class _Attribution:
                 flops += what.flops * trips / launches[name]
                 size += (what.sent if what.bound == "network" else what.bytes) * trips / launches[name]
         if not parts:
-            return self._event(command, command, "memory", 0.0, float(command.bytes), ())
+            return self._event([command], "memory", 0.0, float(command.bytes), ())
         longest = max(parts, key=lambda what: alone_us(what, self._device))
-        return self._event(command, command, bound_on(longest, self._device), flops, size, parts)
+        return self._event([command], bound_on(longest, self._device), flops, size, parts)
 
     def _exchange(self, group: Sequence[Ran], exchanges: Mapping[str, int]) -> Event:
         steps = [(name, *step) for name in joined_from(group[0].operator, self._steps) for step in self._steps[name]]
         sent = float(sum(command.bytes for command in group if command.to_peer))
         if not steps and not sent and all(command.kind == "copy" for command in group):  # of an input, or to an output
-            return self._event(group[0], group[-1], "memory", 0.0, 2.0 * sum(command.bytes for command in group), ())
+            return self._event(group, "memory", 0.0, 2.0 * sum(command.bytes for command in group), ())
         # What is read in the memory of others is copied by nobody.
         sent = sent or sum(what.sent * trips / exchanges[name] for name, what, trips in steps)
-        return self._event(group[0], group[-1], "network", 0.0, sent, [what for _, what, _ in steps])
+        return self._event(group, "network", 0.0, sent, [what for _, what, _ in steps])
 
     def _event(
-        self, first: Ran, last: Ran, bound: str, flops: float, size: float, parts: Sequence[StepDetails]
+        self, group: Sequence[Ran], bound: str, flops: float, size: float, parts: Sequence[StepDetails]
     ) -> Event:
         outputs = parts[-1].outputs if parts else ()
         batches = {what.micro_batch for what in parts}
         batch = batches.pop() if len(batches) == 1 else None
-        times = first.begin_us, max(first.end_us, last.end_us)
-        return Event(first.operator, first.stream, *times, bound, flops, size, outputs, batch)
+        times = min(command.begin_us for command in group), max(command.end_us for command in group)
+        return Event(group[0].operator, group[0].stream, *times, bound, flops, size, outputs, batch)
 
 
 def _leaves(details: Sequence[StepDetails], trips: int = 1) -> Iterator[tuple[StepDetails, int]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from dynaflow_jax.runtime.precedence import predecessors
-from dynaflow_jax.runtime.work import ALIGNMENT, Exchange, Pattern, Work
+from dynaflow_jax.runtime.work import ALIGNMENT, Exchange, Partition, Pattern, Work
 
 
 class _History:
@@ -65,10 +65,13 @@ def releases(work: Work) -> dict[int, int]:
 
 
 def dead_before(work: Work) -> list[list[int]]:
-    """For each operation, the values whose memory it may take: whoever touches them is over when it starts.
+    """For each partition, the values whose memory it may take: whoever touches them is over when it starts.
 
     On any timing and on any device, so that no operation waits for memory that another stream still reads. A value
     that is touched last on another stream is dead only once that has been waited for, for whatever reason.
+
+    Memory goes back to the pool of the stream that its value was computed on, and any later partition there may take
+    it, for values within itself too, of which the executor does not know. So it must be one of that stream that waits.
     """
     history = _History(work)
     touching = dict(history.touching)
@@ -77,11 +80,14 @@ def dead_before(work: Work) -> list[list[int]]:
         if exchange.is_apart:
             source = work.base(exchange.reads[0])[0]
             touching[source] |= history.readers(exchange) | 1 << released.get(i, i)
+    partitions = [(i, op) for i, op in enumerate(work.operations) if isinstance(op, Partition)]
+    computed_on = {value: op.where.stream for _, op in partitions for value in op.writes}
     dead: list[list[int]] = [[] for _ in work.operations]
     for value, mask in touching.items():
-        if value not in history.kept:
-            first = next((p for p, before in enumerate(history.before) if not mask & ~before), None)
-            if first is not None:
+        if value in computed_on and value not in history.kept:
+            stream = computed_on[value]
+            later = (i for i, op in partitions if op.where.stream == stream and not mask & ~history.before[i])
+            if (first := next(later, None)) is not None:
                 dead[first].append(value)
     return dead
 
@@ -148,8 +154,10 @@ def layout(work: Work) -> Layout:
         if exchange.in_place:
             continue
         needed = slot_size(work, exchange) * (len(exchange.writes) - 1 if exchange.is_apart else 1)
-        # Whoever gets nothing in a permutation has zeros, in memory that nobody writes to.
-        reusable = history.reaches_all(exchange) and not history.kept & set(exchange.writes)
+        # Whoever gets nothing in a permutation has zeros, in memory that nobody writes to. And if nothing reads what
+        # arrives, nothing tells when a device has copied its own part there.
+        is_read = bool(history.readers(exchange) & ~(1 << i))
+        reusable = is_read and history.reaches_all(exchange) and not history.kept & set(exchange.writes)
         buffer = next(
             (
                 b

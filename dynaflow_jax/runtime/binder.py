@@ -160,7 +160,7 @@ class Binder:
 
     def times(self) -> dict[int, list[Ran]]:
         """When the commands of the last run ran, by device, once it is over; only of a plan that is ``timed``."""
-        module, streams = extension.module, self.work.streams
+        module, streams = extension.module, [*self.work.streams, *self.work.copying]
         found = {}
         for device, _ in module.plan_stats(self.plan)["programs"]:
             found[device] = [

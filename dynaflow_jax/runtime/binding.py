@@ -198,11 +198,12 @@ class Binding(abc.ABC):
           partitions: for each partition, the number of its capture, or its index.
         """
         work = self.work
-        names = work.streams
+        names = [*work.streams, *work.copying]
         if self._serial:
-            index_of = dict.fromkeys(names, 0)
+            index_of = companion_of = dict.fromkeys(names, 0)
         else:
-            index_of = {name: i for i, name in enumerate(names)}
+            index_of = {name: i for i, name in enumerate(work.streams)}
+            companion_of = {name: len(index_of) + i for i, name in enumerate(work.copying)}
         streams = [self._stream(name) for name in names[: 1 if self._serial else None]]
         commands = []
         for i in self._entered:
@@ -212,6 +213,7 @@ class Binding(abc.ABC):
                 commands.append(wire.Command(wire.COPY, 0, f"input {i}", 0, (source,), (target,)))
         waited = {i: event for event, i in enumerate(sorted({i for op in work.operations for i in op.after}))}
         all_started, started = len(waited), set[int]()
+        copied = len(waited) + 1  # the event of the next copy of an own part
         written_on: dict[int, int] = {}
         first = next((op for op in work.operations if isinstance(op, Exchange)), None)
         if first is not None:
@@ -229,7 +231,9 @@ class Binding(abc.ABC):
                 if stream not in started:
                     started.add(stream)
                     commands.append(wire.Command(wire.WAIT, stream, operation.name, all_started))
-                commands += self._exchange(i, operation, stream)
+                own = companion_of[operation.where.stream] if operation.copies_own else stream
+                commands += self._exchange(i, operation, stream, own, copied)
+                copied += 1
             else:
                 reads, writes = map(self._range, operation.reads), map(self._range, operation.writes)
                 commands.append(wire.Command(wire.LAUNCH, stream, operation.name, count, tuple(reads), tuple(writes)))
@@ -382,7 +386,16 @@ class Binding(abc.ABC):
         sources = [self.work.operations[i].reads[0] for i, k in self._released.items() if k == index]
         return tuple(map(self._range, sources))
 
-    def _exchange(self, index: int, exchange: Exchange, stream: int) -> list[wire.Command]:
+    def _exchange(self, index: int, exchange: Exchange, stream: int, beside: int, copied: int) -> list[wire.Command]:
+        """The commands of an exchange.
+
+        Args:
+          index: of the operation.
+          exchange: the operation.
+          stream: the exchange's.
+          beside: the stream that the device's own part is copied on.
+          copied: the number of the event that this is over.
+        """
         assert self.team is not None
         group, me = self._group(exchange)
         n, name, first = len(group), exchange.name, self.team.layout.flags[index]
@@ -398,22 +411,28 @@ class Binding(abc.ABC):
             read = wire.Range(wire.MEMORY, 0, self.at(exchange.reads[0]) + stride * receiver, sent)
             write = wire.Range(wire.MEMORY, 0, self._arrival(rank, index, me, receiver), arriving)
             shape = (rows.count, source_pitch, target_pitch)
-            return wire.Command(wire.COPY, stream, name, self._target(rank), (read,), (write,), shape)
+            where = beside if receiver == me else stream
+            return wire.Command(wire.COPY, where, name, self._target(rank), (read,), (write,), shape)
 
         if exchange.pattern is Pattern.PERMUTE:
             receivers = [to for sender, to in exchange.pairs if sender == me]
             senders = [sender for sender, to in exchange.pairs if to == me]
         else:
-            # Everyone begins with the next device, so that no one is written to by all at once; one's own part is
-            # last, when the others have theirs.
-            receivers = [(me + i) % n for i in range(1, n if exchange.is_apart else n + 1)]
+            # Everyone begins with the next device, so that no one is written to by all at once.
+            receivers = [(me + i) % n for i in range(1, n)]
             senders = [(me - i) % n for i in range(1, n)]
         commands = []
+        if exchange.copies_own or me in receivers:
+            commands += [copy(me), wire.Command(wire.RECORD, beside, name, copied)]
+        receivers = [receiver for receiver in receivers if receiver != me]
         for receiver in receivers:
             if not exchange.in_place:
                 commands.append(copy(receiver))
-            if receiver != me:
-                commands.append(self._signal(stream, name, group[receiver], first + me))
+            # One's own part is there long before. To wait for it here, and not only where it is read, lets the last
+            # signal and what is awaited next to it be one command.
+            if receiver == receivers[-1] and beside != stream:
+                commands.append(wire.Command(wire.WAIT, stream, name, copied))
+            commands.append(self._signal(stream, name, group[receiver], first + me))
         senders = [sender for sender in senders if sender != me]
         for sender in senders:
             if exchange.in_place:

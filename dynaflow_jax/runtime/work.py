@@ -150,6 +150,11 @@ class Exchange:
         """Whether what arrives are separate values, one for each sender."""
         return self.pattern is not Pattern.PERMUTE and len(self.writes) > 1
 
+    @property
+    def copies_own(self) -> bool:
+        """Whether a device copies its own part to its place among those that arrive."""
+        return self.pattern is not Pattern.PERMUTE and not self.is_apart
+
 
 Operation = Partition | Exchange
 
@@ -191,6 +196,15 @@ class Work:
     def streams(self) -> list[str]:
         """The streams that operations run on, in order of first use; at least one."""
         return list(dict.fromkeys(operation.where.stream for operation in self.operations)) or ["compute"]
+
+    @property
+    def copying(self) -> list[str]:
+        """The streams with exchanges that copy a device's own part.
+
+        Each has a companion for these copies: they do not take the link, so nothing that does should wait for them.
+        """
+        own = (o.where.stream for o in self.operations if isinstance(o, Exchange) and o.copies_own)
+        return list(dict.fromkeys(own))
 
     def group_size(self, axes: tuple[str, ...]) -> int:
         """How many devices a group along some mesh axes has."""
