@@ -80,6 +80,7 @@ PLANS: dict[str, tuple[Callable[[df.OpScheduler], df.Plan], df.OpScheduler] | No
     "nano_flow": (tensor_parallel, df.strategies.NanoFlow()),
     "token_weave": (tensor_parallel, df.strategies.TokenWeave(tile=1)),
     "async_tensor_parallel": (sequence_parallel, df.strategies.AsyncTensorParallel()),
+    "comet": (expert_parallel, df.strategies.Comet()),
     "dual_batch_overlap": (expert_parallel, df.strategies.DualBatchOverlap()),
     "single_batch_overlap": (expert_parallel, df.strategies.SingleBatchOverlap()),
     "gradient_buckets": None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -231,6 +231,19 @@ class Kernel:
         return dataclasses.replace(
             self, flops=self.flops / shards, bytes=self.bytes / shards, sent=self.sent / shards, matmul=matmul
         )
+
+
+@runtime_checkable
+class Itemized(Protocol):
+    """A function in place of operators that says itself what it asks of a device, for predictions."""
+
+    def kernels(self, axes: Mapping[str, int]) -> list[Kernel]:
+        """Its kernels and exchanges, one after the other; with ``sent``, a kernel has an exchange beside it.
+
+        Args:
+          axes: sizes of the mesh axes that it may communicate over.
+        """
+        ...
 
 
 def itemized(eqns: Iterable[Any], outputs: Sequence[Any], axes: Mapping[str, int]) -> list[Kernel]:

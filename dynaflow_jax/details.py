@@ -8,10 +8,9 @@ from typing import Any
 
 from dynaflow_jax import cost, devices
 from dynaflow_jax.batch.region import Region
-from dynaflow_jax.cost import Kernel
+from dynaflow_jax.cost import Itemized, Kernel
 from dynaflow_jax.graph import Operator
 from dynaflow_jax.schedule import InputInfo, Step, external_inputs, external_outputs
-from dynaflow_jax.substitution import Substituted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,9 +128,9 @@ class _Details:
     def _replacement(self, step: Step, ops: Sequence[Operator]) -> list[Kernel]:
         """One kernel that does all that the operators do, without passing what lies between them through memory.
 
-        Unless the replacement says what is replaced.
+        Unless the replacement says itself what it takes.
         """
-        if isinstance(step.fn, Substituted):
+        if isinstance(step.fn, Itemized):
             return step.fn.kernels(self.axes)
         own = [kernel for op in ops for kernel in cost.itemized(op.program.eqns, op.program.outvars, self.axes)]
         if not own:

@@ -222,3 +222,25 @@ def data_parallel(layers=4):
 
     args = (weights(layers, (WIDTH, HIDDEN), (HIDDEN, WIDTH)), normal(ROWS, WIDTH, seed=99))
     return Model(step, args, (P(), P(AXIS)), (P(AXIS), P()))
+
+
+def expert_parallel(layers=2, experts=8, rows=ROWS):
+    """Tokens of each device in the order of all experts; one exchange takes them there, another one back."""
+
+    def fun(ws, x):
+        for mix, up, bias, down in ws:
+            with df.mark("mix"):
+                y = jnp.einsum("ecd,df->ecf", x, mix)
+            y = df.collectives.all_to_all(y, AXIS, split_axis=0, concat_axis=1)
+            with df.mark("experts"):
+                y = jax.nn.silu(jnp.einsum("ecd,edf->ecf", y, up) + bias[:, None])
+                y = jnp.einsum("ecf,efd->ecd", y, down)
+            y = df.collectives.all_to_all(y, AXIS, split_axis=1, concat_axis=0)
+            with df.mark("add"):
+                x = x + y
+        return x
+
+    shapes = ((WIDTH, WIDTH), (experts, WIDTH, HIDDEN), (experts, HIDDEN), (experts, HIDDEN, WIDTH))
+    specs = [(P(), P(AXIS), P(AXIS), P(AXIS))] * layers
+    args = (weights(layers, *shapes), normal(experts, rows, WIDTH, seed=99))
+    return Model(fun, args, (specs, P(None, AXIS)), P(None, AXIS))

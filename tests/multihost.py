@@ -33,6 +33,7 @@ def strategies():
         "GradientBuckets": (models.data_parallel(), strategies.GradientBuckets(1500)),
         "ParameterPrefetch": (models.fully_sharded(), strategies.ParameterPrefetch()),
         "AsyncTensorParallel": (models.sequence_parallel(), strategies.AsyncTensorParallel()),
+        "Comet": (models.expert_parallel(), strategies.Comet()),
     }
 
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import dynaflow_jax as df
 from dynaflow_jax.errors import DispatchWarning
 from dynaflow_jax.runtime import extension
+from dynaflow_jax.runtime import program as wire
 
 pytestmark = [
     pytest.mark.skipif(extension.module is None, reason="the extension was not built"),
@@ -300,3 +301,54 @@ def test_what_is_not_dispatched_is_lowered_to_xla(name):
     with pytest.warns(DispatchWarning, match=name.split()[-1] if name != "a branch" else "cond"):
         got = jax.jit(jax.shard_map(flow, **specs))(x)
     np.testing.assert_array_equal(got, jax.jit(jax.shard_map(fun, **specs))(x))
+
+
+# -- the device's own part -------------------------------------------------------------------------------------------
+
+
+def gathered(x):
+    return lax.all_gather(x, "i", tiled=True)
+
+
+def gathered_inside(x):
+    return lax.all_gather(x, "i", axis=1, tiled=True)
+
+
+def turned(x):
+    return lax.all_to_all(x, "i", 1, 0, tiled=True)
+
+
+@pytest.mark.parametrize("serial", [False, True])
+@pytest.mark.parametrize("fun", [gathered, gathered_inside, turned])
+def test_the_own_part_does_not_wait_for_the_link(fun, serial, monkeypatch):
+    """It is copied on a stream beside the exchange's, and the flags are one behind the other."""
+    programs, real = [], wire.encode
+
+    def encode(*args, **kwargs):
+        programs.append(args[6])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(wire, "encode", encode)
+    if serial:
+        monkeypatch.setenv("DYNAFLOW_SERIAL", "1")
+    Strictly(fun, mesh_of(i=2), P("i"), P("i")).check(numbers(4, 6))
+    for commands in programs:
+        copies = [c for c in commands if c.kind == wire.COPY and c.reads[0].space == c.writes[0].space == wire.MEMORY]
+        own, sent = ([c for c in copies if (c.target == 0) == is_own] for is_own in (True, False))
+        assert len(own) == len(sent) == 1
+        assert (own[0].stream == sent[0].stream) == serial
+        kinds = [c.kind for c in commands if c.stream == sent[0].stream and c.operator == sent[0].operator]
+        assert kinds[-2:] == [wire.SIGNAL, wire.AWAIT]
+
+
+@pytest.mark.parametrize("fun", [gathered, gathered_inside, turned])
+def test_own_parts_of_many_exchanges(fun):
+    """Every exchange takes the memory of an earlier one, while own parts are copied on their own stream."""
+
+    def many(x):
+        for i in range(12):
+            y = fun(x * (i + 1))
+            x = x + y.sum() + jnp.sin(x)
+        return x
+
+    Strictly(many, mesh_of(i=SOME), P("i"), P("i"), check=False).check(numbers(2 * SOME, 2 * SOME), exact=False)

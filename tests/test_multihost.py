@@ -67,6 +67,7 @@ STRATEGIES = [
     "GradientBuckets",
     "ParameterPrefetch",
     "AsyncTensorParallel",
+    "Comet",
 ]
 
 

@@ -325,8 +325,8 @@ class _Steps:
                     flush(i)
                 waited = sources
                 waits_for.update(dict.fromkeys(eqn.outvars, sources))
-                if (scaled := _scaled(eqn, env)) is not None:
-                    env[eqn.outvars[0]] = scaled
+                if (term := _scaled(eqn, env) or _in_place(builder, eqn, env)) is not None:
+                    env[eqn.outvars[0]] = term
                 else:
                     pending.append(eqn)
                 continue
@@ -426,6 +426,28 @@ def _scaled(eqn: Any, env: Mapping[Any, Term]) -> Expr | None:
         return result
 
     return Expr(term.reads, scaled)
+
+
+def _in_place(builder: Builder, eqn: Any, env: Mapping[Any, Term]) -> int | None:
+    """A part of a value that is in memory anyway, or such a value under another shape, where it is.
+
+    So that a share of the weights, say, is not copied: XLA would do so for a product that is a call of a library.
+    """
+    if eqn.primitive.name not in ("slice", "reshape") or compat.is_literal(eqn.invars[0]):
+        return None
+    (atom, *sizes), (out,) = eqn.invars, eqn.outvars
+    term, (shape, dtype) = env.get(atom), physical(atom.aval)
+    if not isinstance(term, int) or not builder.stays(term) or sizes or shape != atom.aval.shape:
+        return None
+    offset = 0
+    if eqn.primitive.name == "slice":
+        starts, kept = eqn.params["start_indices"], out.aval.shape
+        cut = next((axis for axis, size in enumerate(kept) if size != shape[axis]), 0)
+        strided = any(stride != 1 for stride in eqn.params["strides"] or ())
+        if strided or kept[cut + 1 :] != shape[cut + 1 :] or any(size != 1 for size in kept[:cut]) or not all(kept):
+            return None
+        offset = int(np.ravel_multi_index(starts, shape)) * dtype.itemsize
+    return builder.value(out.aval, within=(term, offset)) if offset % ALIGNMENT == 0 else None
 
 
 def _overlaps(program: Program) -> bool:

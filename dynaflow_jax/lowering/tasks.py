@@ -156,6 +156,11 @@ class Builder:
         """The type of a value, as programs see it."""
         return self._avals[value]
 
+    def stays(self, value: int) -> bool:
+        """Whether a value is in memory however tasks are joined: an input, what others send, or a part of these."""
+        base = self._values[self._base(value)]
+        return base.input is not None or base.arrives
+
     def part(self, value: int, aval: Any, offset: int) -> Term:
         """A part of a value, in place; of a value in memory whose part begins where XLA cannot read, an expression.
 

@@ -2,6 +2,7 @@
 
 from dynaflow_jax.strategies.async_tensor_parallel import AsyncTensorParallel
 from dynaflow_jax.strategies.auto import Auto
+from dynaflow_jax.strategies.comet import Comet
 from dynaflow_jax.strategies.dual_batch_overlap import DualBatchOverlap
 from dynaflow_jax.strategies.gradient_buckets import GradientBuckets
 from dynaflow_jax.strategies.nano_flow import NanoFlow
@@ -15,6 +16,7 @@ from dynaflow_jax.strategies.with_kernels import WithKernels
 __all__ = [
     "AsyncTensorParallel",
     "Auto",
+    "Comet",
     "DualBatchOverlap",
     "GradientBuckets",
     "NanoFlow",

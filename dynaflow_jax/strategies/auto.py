@@ -8,6 +8,7 @@ from typing import Any
 from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.schedule import OpScheduler
 from dynaflow_jax.strategies.async_tensor_parallel import AsyncTensorParallel
+from dynaflow_jax.strategies.comet import Comet
 from dynaflow_jax.strategies.dual_batch_overlap import DualBatchOverlap
 from dynaflow_jax.strategies.gradient_buckets import GradientBuckets
 from dynaflow_jax.strategies.nano_flow import NanoFlow
@@ -100,6 +101,7 @@ def _defaults() -> tuple[Any, ...]:
         DualBatchOverlap(),
         DualBatchOverlap(concurrent=True),
         TokenWeave(),
+        Comet(),
         AsyncTensorParallel(),
         GradientBuckets(),
         ParameterPrefetch(),

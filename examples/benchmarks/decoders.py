@@ -71,8 +71,14 @@ class Reduced(nnx.Module):
 
 def nnx_decoder(sizes: Sizes, devices: int) -> Model:
     """Flax NNX's decoder, whose blocks are replaced by ones that add up their outputs over so many devices."""
-    definition, params = nnx.split(with_nnx.Decoder(sizes, nnx.Rngs(0)))
-    part = nnx.graphdef(nnx.eval_shape(lambda: with_nnx.Decoder(share(sizes, devices), nnx.Rngs(0))))
+
+    def decoder(sizes: Sizes) -> nnx.Module:
+        made = with_nnx.Decoder(sizes, nnx.Rngs(0))
+        made.embed.dtype = jnp.bfloat16  # otherwise that of the parameters at first, float32, and so everything is
+        return made
+
+    definition, params = nnx.split(decoder(sizes))
+    part = nnx.graphdef(nnx.eval_shape(lambda: decoder(share(sizes, devices))))
 
     def apply(params: Any, tokens: jax.Array) -> jax.Array:
         return nnx.merge(definition, params)(tokens)

@@ -1,4 +1,4 @@
-"""Two GPUs: expert-parallel layers, their all-to-alls hidden behind the other micro-batch, against XLA.
+"""Two GPUs: expert-parallel layers, their all-to-alls hidden behind other experts or micro-batches, against XLA.
 
     JAX_PLATFORMS=cuda,cpu python -m examples.benchmarks.ep_overlap [--quick] [--json=FILE] [--cases=8192,...]
 
@@ -81,6 +81,9 @@ def measure(mesh: Any, specs: Any, ws: Any, x: jax.Array, routing: Any, head: in
     ours = {}
     strategies = {
         "one": df.strategies.SingleBatchOverlap(),
+        "two pieces": df.strategies.Comet(),
+        "three pieces": df.strategies.Comet(3),
+        "five pieces": df.strategies.Comet(5),
         "two": df.strategies.DualBatchOverlap(),
         "two, concurrent": df.strategies.DualBatchOverlap(concurrent=True),
     }
@@ -95,7 +98,10 @@ def measure(mesh: Any, specs: Any, ws: Any, x: jax.Array, routing: Any, head: in
     }
     limit = mapped(functools.partial(expert_parallel, **(own | alone)))
     rounds, calls = (1, 2) if _QUICK.value else (5, max(4, min(30, 50_000 // tokens)))
-    reference = {name: "whole, default" if name == "one" else "halves, default" for name in strategies}
+    reference = {
+        name: f"{'halves' if isinstance(strategy, df.strategies.DualBatchOverlap) else 'whole'}, default"
+        for name, strategy in strategies.items()
+    }
     return contend(f"ep-{tokens}", ours, theirs, limit, reference, (ws, x), rounds, calls)
 
 

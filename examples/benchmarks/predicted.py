@@ -147,6 +147,7 @@ def ep_overlap() -> Iterator[Row]:
     }
     strategies = {
         "one": df.strategies.SingleBatchOverlap(),
+        "two pieces": df.strategies.Comet(),
         "two": df.strategies.DualBatchOverlap(),
         "two, concurrent": df.strategies.DualBatchOverlap(concurrent=True),
     }

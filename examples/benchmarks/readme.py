@@ -125,9 +125,16 @@ def one_gpu(rows: Sequence[Row]) -> str:
 
 
 STRATEGIES = {
-    "tp": {"k=1": "NanoFlow(1, concurrent=True)", "k=2": "NanoFlow(2, concurrent=True)"},
+    "tp": {
+        "k=1": "NanoFlow(1, concurrent=True)",
+        "k=2": "NanoFlow(2, concurrent=True)",
+        "k=2, in turns": "NanoFlow(2)",
+    },
     "ep": {
         "one": "SingleBatchOverlap()",
+        "two pieces": "Comet()",
+        "three pieces": "Comet(3)",
+        "five pieces": "Comet(5)",
         "two": "DualBatchOverlap()",
         "two, concurrent": "DualBatchOverlap(concurrent=True)",
     },

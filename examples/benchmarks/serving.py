@@ -1,6 +1,6 @@
 """The serving loop on one GPU and two: plans that follow the load, against the same loop as XLA runs it best.
 
-    JAX_PLATFORMS=cuda,cpu python -m examples.benchmarks.serving [--quick] [--json=FILE] [--cases=serving-2,...]
+    JAX_PLATFORMS=cuda,cpu python -m examples.benchmarks.serving [--quick] [--json=FILE] [--cases=serving-2]
 
 The loop of ``examples/serving``: requests arrive in bursts of up to 32, are read, and join a batch of 16 or 32 rows
 until they have their tokens. Eight layers of the decoder (width 2048, 16 heads, hidden 5632, vocabulary 32000,
@@ -32,6 +32,7 @@ from examples.serving.turns import Served, turns
 
 _JSON = flags.DEFINE_string("json", None, "Where to keep the numbers.")
 _QUICK = flags.DEFINE_bool("quick", False, "Whether only to see that it works.")
+_WAYS = flags.DEFINE_list("ways", ["switch", "context"], "What picks our plans; each compiles programs of its own.")
 _CASES = flags.DEFINE_list("cases", None, "The cases to measure: serving-1, serving-2; all by default.")
 
 OPTIONS = {1: ("default", "no command buffers"), 2: ("default", "latency hiding", "no command buffers")}
@@ -60,7 +61,7 @@ def measure(case: str, devices: int) -> dict[str, Any]:
         requests = functools.partial(synthetic, 128, 32000, (257, 512), (1, 128), 32)
         scale, least_rows, max_rows, rounds = 1, 16, 32, 3
     engine = functools.partial(Engine, config, devices=devices, dtype=jnp.bfloat16, least_rows=least_rows)
-    names, ways = OPTIONS[devices], OURS[devices]
+    names, ways = OPTIONS[devices], [way for way in OURS[devices] if way[0] in _WAYS.value]
     if _QUICK.value:
         names, ways = names[:1], ways[:1]
     theirs = {name: engine("plain", compiler_options=XLA[name]) for name in names}

@@ -67,14 +67,14 @@ def measure(mesh: Any, specs: Any, ws: Any, x: jax.Array, head: int) -> dict[str
     whole = functools.partial(tensor_parallel, reduce=total, head=head)
     split = functools.partial(halves, reduce=total, head=head)
     ours = {}
-    for k in (1, 2):
-        strategy = df.strategies.NanoFlow(k, concurrent=True)
-        ours[f"k={k}"] = mapped(df.dynaflow(whole, scheduler=strategy, batch_axes=(None, 0), backend="dispatch"))
+    strategies = {f"k={k}": df.strategies.NanoFlow(k, concurrent=True) for k in (1, 2)}
+    for name, strategy in (strategies | {"k=2, in turns": df.strategies.NanoFlow(2)}).items():
+        ours[name] = mapped(df.dynaflow(whole, scheduler=strategy, batch_axes=(None, 0), backend="dispatch"))
     theirs = {f"whole, {name}": mapped(whole, options) for name, options in XLA.items()}
     theirs |= {f"halves, {name}": mapped(split, XLA[name]) for name in ("default", "latency hiding")}
     limit = mapped(functools.partial(tensor_parallel, reduce=lambda y: y, head=head))
     rounds, calls = (1, 2) if _QUICK.value else (5, max(4, min(40, 100_000 // tokens)))
-    reference = {"k=1": "whole, default", "k=2": "halves, default"}
+    reference = {name: f"{'whole' if name == 'k=1' else 'halves'}, default" for name in ours}
     return contend(f"tp-{tokens}", ours, theirs, limit, reference, (ws, x), rounds, calls)
 
 

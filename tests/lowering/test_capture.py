@@ -169,6 +169,7 @@ def test_nothing_is_left_outside_of_the_capture(fun):
 STRATEGIES = {
     "tensor_parallel": df.strategies.NanoFlow(),
     "sequence_parallel": df.strategies.AsyncTensorParallel(),
+    "expert_parallel": df.strategies.Comet(),
     "fully_sharded": df.strategies.ParameterPrefetch(),
     "data_parallel": df.strategies.GradientBuckets(1500),
 }
