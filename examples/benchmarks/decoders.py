@@ -74,7 +74,9 @@ def nnx_decoder(sizes: Sizes, devices: int) -> Model:
 
     def decoder(sizes: Sizes) -> nnx.Module:
         made = with_nnx.Decoder(sizes, nnx.Rngs(0))
-        made.embed.dtype = jnp.bfloat16  # otherwise that of the parameters at first, float32, and so everything is
+        made.embed.dtype = (
+            None  # that of its parameters, not of those it was made with: all that follows is computed in it
+        )
         return made
 
     definition, params = nnx.split(decoder(sizes))
