@@ -5,6 +5,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import models_parallel
 import numpy as np
 import pytest
 from jax import lax
@@ -15,6 +16,8 @@ import dynaflow_jax as df
 from dynaflow_jax.errors import DispatchWarning
 from dynaflow_jax.runtime import extension
 from dynaflow_jax.runtime import program as wire
+from dynaflow_jax.runtime.arrivals import releases
+from dynaflow_jax.runtime.work import Exchange
 
 pytestmark = [
     pytest.mark.skipif(extension.module is None, reason="the extension was not built"),
@@ -352,3 +355,15 @@ def test_own_parts_of_many_exchanges(fun):
         return x
 
     Strictly(many, mesh_of(i=SOME), P("i"), P("i"), check=False).check(numbers(2 * SOME, 2 * SOME), exact=False)
+
+
+# -- what is read in the memory of others ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_of_what_others_read_in_place_the_run_tells_when_they_have(layers):
+    """The next run begins without asking them, so what no later exchange tells of is sent."""
+    work = models_parallel.tensor_parallel(layers).work(2, df.strategies.NanoFlow(1))
+    in_place = [operation.in_place for operation in work.operations if isinstance(operation, Exchange)]
+    assert in_place == [True] * (layers - 1) + [False]
+    assert all(told < len(work.operations) for told in releases(work).values())

@@ -181,7 +181,11 @@ def test_what_other_devices_read_is_not_an_outputs_memory(in_place, copied, monk
         with df.mark("sum"):
             z = jax.lax.psum(y, "d")
         with df.mark("after"):
-            return y, z * 2
+            z = z * 2
+        with df.mark("another sum"):  # which tells when the first one has been read
+            z = jax.lax.psum(z, "d")
+        with df.mark("end"):
+            return y, z + 1
 
     def mapped(fun):
         return jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=P("d"), out_specs=(P("d"), P()), check_vma=False))

@@ -18,7 +18,7 @@ from dynaflow_jax import compat
 from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.lowering.capture import captured, enclosed, tied
 from dynaflow_jax.runtime.precedence import predecessors
-from dynaflow_jax.runtime.work import ALIGNMENT, Exchange, Operation, Partition, Value, Where, Work
+from dynaflow_jax.runtime.work import ALIGNMENT, Exchange, Operation, Partition, Pattern, Value, Where, Work
 
 IN_PLACE_BYTES = 8 << 20
 """Up to this size, what others computed is read in their memory if nothing runs beside its exchange.
@@ -281,7 +281,7 @@ class Builder:
         kept = {self._base(value) for _, parts in self._outputs for value, _ in parts}
         joined = _coalesced(listed, self._base, kept)
         if self.in_place:
-            joined = self._read_in_place(joined)
+            joined = self._read_in_place(joined, kept)
         placed = self._placed(joined, donors)
         over = {value: self.inputs[donors[i]] for value, (i, _) in placed.items() if i in donors}
         operations = tuple(self._compiled(operation, placed, over) for operation in joined)
@@ -318,8 +318,12 @@ class Builder:
             index = within[0]
         return index
 
-    def _read_in_place(self, operations: Sequence[Task | Exchange]) -> list[Task | Exchange]:
-        """The operations, with small exchanges that nothing runs beside as mere permissions to read."""
+    def _read_in_place(self, operations: Sequence[Task | Exchange], kept: set[int]) -> list[Task | Exchange]:
+        """The operations, with small exchanges that nothing runs beside as mere permissions to read.
+
+        Only where a later exchange tells when all have read: a device that is through with a run begins the next one,
+        and its first partitions may have the memory of what others still read among their temporaries.
+        """
         before = predecessors(operations, self._base)
         found: list[Task | Exchange] = []
         for i, operation in enumerate(operations):
@@ -331,8 +335,15 @@ class Builder:
                 size = sum(self._values[value].size for value in operation.writes[1:])
                 source = self._base(operation.reads[0])
                 made_by = tuple(j for j, o in enumerate(operations) if isinstance(o, Task) and source in o.writes)
+                reading = sum(1 << j for j, o in enumerate(operations) if set(o.reads) & set(operation.writes)) | 1 << i
+                told = not kept.intersection(operation.writes) and any(
+                    isinstance(other, Exchange)
+                    and (other.axes == operation.axes and other.pattern is not Pattern.PERMUTE)
+                    and not reading & ~before[j]
+                    for j, other in enumerate(operations)
+                )
                 # Not an input: that is XLA's, which takes it back when this device is done.
-                if size <= IN_PLACE_BYTES and made_by and not any(beside):
+                if size <= IN_PLACE_BYTES and made_by and told and not any(beside):
                     operation = dataclasses.replace(operation, in_place=True, after=(*operation.after, *made_by))
                     self._elsewhere.update(operation.writes)
             found.append(operation)
