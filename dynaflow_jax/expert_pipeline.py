@@ -111,11 +111,11 @@ def pipelined(jaxpr: Any, pieces: int) -> ExpertPipeline | None:
       ``custom_jvp`` or ``custom_vjp`` (``jax.nn.relu``, for one) cannot be told apart.
     """
     program = from_jaxpr(jaxpr)
-    parts = _Parts.of(program)
-    stage = None if parts is None else _fastest(_stages(program, parts, pieces))
-    if parts is None or stage is None:
+    if (parts := _Parts.of(program)) is None:
         return None
-    return ExpertPipeline(program, parts, stage)
+    # An axis may merely happen to fit, and divide some of what is read; the experts' divides most of the weights.
+    stage = max(_stages(parts, pieces), key=lambda stage: stage.weights, default=None)
+    return None if stage is None else ExpertPipeline(program, parts, stage)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,8 +201,11 @@ class _Stage:
     weights: int
 
 
-def _stages(program: Program, parts: _Parts, pieces: int) -> Iterator[_Stage]:
-    """All axes along which it can be done, with weights for each piece."""
+_NOWHERE = Place(None, None, (), "forward")
+
+
+def _stages(parts: _Parts, pieces: int) -> Iterator[_Stage]:
+    """The stages along all axes that allow it, with weights for each piece."""
     between = parts.between
     arrived = between.invars[-1].aval
     flat = Flat(between, tuple(Node(eqn, _NOWHERE) for eqn in between.eqns))
@@ -233,14 +236,6 @@ def _sizes(experts: int, pieces: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in itertools.pairwise([0, *ends]))
 
 
-_NOWHERE = Place(None, None, (), "forward")
-
-
-def _fastest(stages: Iterator[_Stage]) -> _Stage | None:
-    """The one that divides most of the weights: the experts', if an axis merely happens to fit."""
-    return max(stages, key=lambda stage: stage.weights, default=None)
-
-
 def _sent_axis(there: Any, axis: int) -> Rows | None:
     """Where an axis of what an exchange brings is in what it sends; ``None`` if that is put together of all devices."""
     split, concat, tiled = (there.params[name] for name in ("split_axis", "concat_axis", "tiled"))
@@ -264,6 +259,6 @@ def _returned_axis(back: Any, state: State) -> Rows | None:
 
 
 def _devices(exchange: Any) -> int:
+    """Between how many devices, if it splits one axis and puts parts together along another."""
     (sent,), (brought,), split = exchange.invars, exchange.outvars, exchange.params["split_axis"]
-    concat = exchange.params["concat_axis"]
-    return sent.aval.shape[split] // brought.aval.shape[split] if split != concat else 0
+    return sent.aval.shape[split] // brought.aval.shape[split]

@@ -402,3 +402,39 @@ def test_the_anomaly_at_256_tokens():
         got = apart(ws, x)
         same(got, together(ws, x))
         close(got, half(ws, x), 0.02)
+
+
+class ByName(df.OpScheduler):
+    """Every operator on the stream that its name begins with."""
+
+    def schedule(self, ctx):
+        while ops := ctx.get_ready_ops():
+            for op in ops:
+                ctx.execute(op, stream=op.name.partition(" ")[0])
+
+
+def test_temporaries_do_not_take_what_another_stream_still_reads():
+    """A value is read late on a second stream, for which a third one waits; the first goes on meanwhile."""
+
+    def fun(w, x):
+        with df.mark("a makes"):
+            value = x * 2
+        with df.mark("b reads"):
+            product = x
+            for _ in range(20):
+                product = product @ w
+            read = product + value
+        with df.mark("c waits"):
+            waited = read + 1
+        with df.mark("a goes on"):
+            other = x
+            for _ in range(4):
+                other = jnp.sin(other @ w) @ w
+        return waited, other
+
+    w = jax.random.normal(jax.random.key(0), (4096, 4096), jnp.bfloat16) / 64
+    run = dispatched(fun, ByName(), batch_axes=None)
+    one_by_one = serial(fun, ByName(), batch_axes=None)
+    for seed in range(5):
+        x = jax.random.normal(jax.random.key(seed), (4096, 4096), jnp.bfloat16)
+        same(run(w, x), one_by_one(w, x))
