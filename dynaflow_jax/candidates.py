@@ -14,6 +14,7 @@ import jax
 from jaxlib import version as jaxlib_version
 
 from dynaflow_jax import cache, compat
+from dynaflow_jax.call import Call
 from dynaflow_jax.errors import DispatchWarning, DynaFlowError, PlanError, TuningWarning, warn_user
 from dynaflow_jax.lowering.choice import Choice
 from dynaflow_jax.plan import Plan
@@ -22,7 +23,7 @@ from dynaflow_jax.schedule import OpScheduler, Step
 from dynaflow_jax.simulate import step_us
 from dynaflow_jax.strategies.auto import Auto
 from dynaflow_jax.strategies.sequential import Sequential
-from dynaflow_jax.transform import DynaFlow, Resolved, _Call
+from dynaflow_jax.transform import DynaFlow, Resolved
 from dynaflow_jax.version import __version__
 
 MARGIN = 0.03
@@ -78,7 +79,7 @@ class AutoDynaFlow(DynaFlow):
 
     def candidates(self, *args: Any, **kwargs: Any) -> tuple[Candidate, ...]:
         """All ways to run the function on arguments of these shapes, with predicted times; nothing is measured."""
-        return Candidates(self, _Call.of(self, args, kwargs)).all
+        return Candidates(self, self._call(args, kwargs)).all
 
     def adopt(self, key: str, entry: cache.Entry) -> None:
         """Has what is traced from here on run as measured."""
@@ -115,7 +116,7 @@ class AutoDynaFlow(DynaFlow):
     def __repr__(self) -> str:
         return f"dynaflow({getattr(self.fun, '__name__', self.fun)}, scheduler={self.auto!r})"
 
-    def _resolved(self, call: _Call, like: Resolved | None = None) -> Resolved:
+    def _resolved(self, call: Call, like: Resolved | None = None) -> Resolved:
         return self._kept(call, lambda: Candidates(self, call).chosen())
 
 
@@ -142,7 +143,7 @@ class Candidates:
       key: what it is kept under.
     """
 
-    def __init__(self, flow: AutoDynaFlow, call: _Call):
+    def __init__(self, flow: AutoDynaFlow, call: Call):
         self.flow = flow
         self.call = call
         self.unscheduled = Unscheduled(flow.scheduled_by(Sequential(), "xla"), call)

@@ -9,12 +9,13 @@ import jax
 
 from dynaflow_jax import compat
 from dynaflow_jax.annotate import is_labelling
+from dynaflow_jax.call import Call
 from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.graph import OpGraph
 from dynaflow_jax.lowering import switch
 from dynaflow_jax.plan import Plan
 from dynaflow_jax.strategies.switch import Switch
-from dynaflow_jax.transform import DynaFlow, _Call
+from dynaflow_jax.transform import DynaFlow
 
 
 class SwitchedDynaFlow(DynaFlow):
@@ -33,7 +34,7 @@ class SwitchedDynaFlow(DynaFlow):
         """Calls the function as the strategy schedules it that ``select`` names."""
         if is_labelling():
             return self.fun(*args, **kwargs)
-        call = _Call.of(self, args, kwargs)
+        call = self._call(args, kwargs)
         call.check_values()
         index = self._index(args, kwargs)
         known = switch.on_host(index, len(self.alternatives))
@@ -61,25 +62,25 @@ class SwitchedDynaFlow(DynaFlow):
 
     def plans(self, *args: Any, **kwargs: Any) -> tuple[Plan, ...]:
         """The plan of every strategy, in the order of the ``Switch``."""
-        return tuple(resolved.plan for resolved in self._several(_Call.of(self, args, kwargs)).all)
+        return tuple(resolved.plan for resolved in self._several(self._call(args, kwargs)).all)
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """The operators, the plan and the lowering of every strategy, and which of them runs, as text."""
-        chosen, several = self._chosen(args, kwargs), self._several(_Call.of(self, args, kwargs)).all
+        chosen, several = self._chosen(args, kwargs), self._several(self._call(args, kwargs)).all
         texts = [f"Plan {i} of {len(several)}\n{resolved.explain()}" for i, resolved in enumerate(several)]
         which = "the one that a scalar names at run time" if chosen is None else f"plan {chosen}"
         return "\n\n".join([*texts, f"These arguments run {which}."])
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Does ahead of the first call what dispatched plans do at it, for every strategy's plan."""
-        call = _Call.of(self, args, kwargs)
+        call = self._call(args, kwargs)
         for resolved in self._several(call).all:
             resolved.prepare(call.leaves)
 
     def __repr__(self) -> str:
         return f"dynaflow({getattr(self.fun, '__name__', self.fun)}, scheduler={self.switch!r})"
 
-    def _several(self, call: _Call) -> _Several:
+    def _several(self, call: Call) -> _Several:
         return self._kept(call, lambda: _Several(self, call))
 
     def _index(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,7 +96,7 @@ class SwitchedDynaFlow(DynaFlow):
 
     def _chosen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """Which plan a call runs; ``None`` if that depends on values that are not known."""
-        call, count, chosen = _Call.of(self, args, kwargs), len(self.alternatives), None
+        call, count, chosen = self._call(args, kwargs), len(self.alternatives), None
         unknown = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
         if unknown:
 
@@ -119,7 +120,7 @@ class _Several:
       constants: values that the function closes over.
     """
 
-    def __init__(self, flow: SwitchedDynaFlow, call: _Call):
+    def __init__(self, flow: SwitchedDynaFlow, call: Call):
         first, *others = flow.alternatives
         resolved = first._resolved(call)
         self.flow = flow

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import inspect
 import numbers
-import operator
 import os
 import threading
 import weakref
@@ -19,7 +17,6 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from dynaflow_jax import compat, cost
 from dynaflow_jax.annotate import Label, Rule, Rules, is_labelling, labelling
@@ -30,6 +27,8 @@ from dynaflow_jax.batch.derive import Derivation, Underivable, divides_by
 from dynaflow_jax.batch.proof import Analysis, MixingSite, analyse
 from dynaflow_jax.batch.region import Region, Variant
 from dynaflow_jax.batch.state import INVARIANT, ZERO, RowIndex, Rows
+from dynaflow_jax.call import Call, Parameters, names_of
+from dynaflow_jax.derivatives import instead_of, with_derivative_of
 from dynaflow_jax.errors import BatchMixingError, DispatchWarning, DynaFlowError, SplitError, warn_user
 from dynaflow_jax.graph import OpGraph, cut
 from dynaflow_jax.inline import Flat, inline, with_twins
@@ -199,14 +198,14 @@ class DynaFlow:
         self.backend = backend
         self._cache: OrderedDict[Any, Resolved] = OrderedDict()
         self._lock = threading.Lock()
-        self._parameters = _parameters(fun)
+        self._parameters = Parameters(names_of(fun), batch_axes, batch_shards, donate_argnums)
         functools.update_wrapper(self, fun, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function as scheduled."""
         if is_labelling():
             return self.fun(*args, **kwargs)
-        call = _Call.of(self, args, kwargs)
+        call = self._call(args, kwargs)
         call.check_values()
         return self._resolved(call).call(call.leaves)
 
@@ -253,15 +252,18 @@ class DynaFlow:
         # At exit the extension frees all plans itself, and is the first to know.
         weakref.finalize(self, binder.close).atexit = False
 
-    def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Resolved, _Call]:
-        call = _Call.of(self, args, kwargs)
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return Call.of(args, kwargs, self._parameters)
+
+    def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Resolved, Call]:
+        call = self._call(args, kwargs)
         return self._resolved(call), call
 
-    def _resolved(self, call: _Call, like: Resolved | None = None) -> Resolved:
+    def _resolved(self, call: Call, like: Resolved | None = None) -> Resolved:
         """What was decided for arguments of these shapes; with the trace of ``like``, another strategy's, if given."""
         return self._kept(call, lambda: Resolved(self, call, like and like.unopened, warn=like is None))
 
-    def _kept(self, call: _Call, make: Callable[[], Any]) -> Any:
+    def _kept(self, call: Call, make: Callable[[], Any]) -> Any:
         """What was made for arguments of these shapes before, or is made now."""
         key = (call.signature, compat.trace_context())
         with self._lock:
@@ -294,203 +296,6 @@ class _Bound:
 
     def __repr__(self) -> str:
         return repr(self.__wrapped__)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """The arguments of one call, taken apart.
-
-    Attributes:
-      tree: their structure.
-      leaves: the arrays among them.
-      positions: where those stand among all leaves.
-      static: the other leaves, by position.
-      avals: types of the arrays.
-      axes: batch axis of each array, or ``None``.
-      names: path of each array, for messages.
-      shards: over how many devices the batch is split already.
-      donated: whether each array's memory is free to be an output's.
-    """
-
-    tree: Any
-    leaves: list[Any]
-    positions: tuple[int, ...]
-    static: tuple[tuple[int, Any], ...]
-    avals: tuple[Any, ...]
-    axes: tuple[int | None, ...]
-    names: tuple[str, ...]
-    shards: int
-    donated: tuple[bool, ...]
-
-    @property
-    def signature(self) -> Any:
-        """Equal for calls that run the same program."""
-        # Of Python's numbers 1, 1.0 and True are equal, and so are 0.0 and -0.0; in a program they are not.
-        static = tuple((i, type(v), v, repr(v) if isinstance(v, float) else None) for i, v in self.static)
-        return self.tree, self.positions, static, self.avals, self.axes, self.shards
-
-    @staticmethod
-    def of(flow: DynaFlow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        with_paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-        axes = _batch_axes(flow, args, kwargs, tree)
-        leaves, positions, static, chosen, names, donated = [], [], [], [], [], []
-        if args and (beyond := [number for number in flow.donate_argnums if number >= len(args)]):
-            raise DynaFlowError(
-                f"donate_argnums names argument {beyond[0]}, and there are {len(args)} positional ones."
-            )
-        for i, ((path, leaf), axis) in enumerate(zip(with_paths, axes, strict=True)):
-            name = _argument_name(flow._parameters, path)
-            if compat.is_array(leaf) or compat.is_tracer(leaf):
-                leaves.append(leaf)
-                positions.append(i)
-                names.append(name)
-                chosen.append(_check_axis(axis, leaf, name))
-                donated.append(path[0].idx == 0 and path[1].idx in flow.donate_argnums)
-            elif axis is not None:
-                raise SplitError(
-                    f"batch_axes gives {name} the axis {axis!r}, but it is {leaf!r:.60}, not an array: it has no rows. "
-                    "Give it None."
-                )
-            else:
-                static.append((i, _hashable(leaf, name)))
-        avals = tuple(compat.aval_of(leaf) for leaf in leaves)
-        placed = [compat.shards_of(leaf, axis) for leaf, axis in zip(leaves, chosen, strict=True) if axis is not None]
-        shards = flow.batch_shards or max(placed, default=1)
-        return _Call(
-            *(tree, leaves, tuple(positions), tuple(static), avals),
-            *(tuple(chosen), tuple(names), shards, tuple(donated)),
-        )
-
-    def check_values(self) -> None:
-        """Raises if an argument is only the type of one."""
-        for leaf, name in zip(self.leaves, self.names, strict=True):
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                raise DynaFlowError(
-                    f"The argument {name} is a ShapeDtypeStruct: good for the methods graph, plan and explain, "
-                    "not for a call. Pass an array."
-                )
-
-    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with these arrays."""
-        everything = [None] * (len(self.positions) + len(self.static))
-        for position, leaf in zip(self.positions, leaves, strict=True):
-            everything[position] = leaf
-        for position, value in self.static:
-            everything[position] = value
-        return jax.tree.unflatten(self.tree, everything)
-
-    def row_bytes(self) -> int:
-        """Bytes of one row, in all leaves that are split."""
-        split = [(a, axis) for a, axis in zip(self.avals, self.axes, strict=True) if axis is not None]
-        return sum(a.size // max(a.shape[axis], 1) * a.dtype.itemsize for a, axis in split)
-
-    def batch_size(self) -> int | None:
-        """Rows of the batch; ``None`` if nothing is split."""
-        rows = zip(self.avals, self.axes, self.names, strict=True)
-        sizes = {aval.shape[axis]: name for aval, axis, name in rows if axis is not None}
-        if len(sizes) > 1:
-            (a, first), (b, second) = list(sizes.items())[:2]
-            raise SplitError(f"batch_axes: {first} has {a} rows and {second} has {b}; a batch has one size.")
-        return next(iter(sizes), None)
-
-    def avals_at(self, size: int) -> list[Any]:
-        """Types of the arrays when the batch has ``size`` rows."""
-        return [
-            aval if axis is None else compat.resized(aval, axis, size)
-            for aval, axis in zip(self.avals, self.axes, strict=True)
-        ]
-
-
-def _hashable(leaf: Any, name: str) -> Any:
-    try:
-        hash(leaf)
-    except TypeError:
-        raise DynaFlowError(
-            f"The argument {name} is {type(leaf).__name__}: neither an array nor hashable. "
-            "Pass arrays, or close over it."
-        ) from None
-    return leaf
-
-
-def _parameters(fun: Callable[..., Any]) -> list[str]:
-    """Names of the positional parameters of a function, as far as it tells."""
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (ValueError, TypeError):  # some functions written in C
-        return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def _argument_name(parameters: Sequence[str], path: Any) -> str:
-    """``params['w']`` for a leaf's path in ``(args, kwargs)``."""
-    which, *rest = path
-    if which.idx == 0 and rest:
-        index, *rest = rest
-        name = str(parameters[index.idx]) if index.idx < len(parameters) else f"argument {index.idx}"
-    elif rest:
-        index, *rest = rest
-        name = str(index.key)
-    else:
-        name = "argument"
-    return name + jax.tree_util.keystr(tuple(rest))
-
-
-def _check_axis(axis: Any, leaf: Any, name: str) -> int | None:
-    if axis is None:
-        return None
-    ndim = leaf.ndim
-    try:
-        index = operator.index(axis)
-    except TypeError:
-        index = ndim
-    if isinstance(axis, bool) or not -ndim <= index < ndim:
-        raise SplitError(f"batch_axes gives {name} the axis {axis!r}; it has {ndim} axes.")
-    return index % ndim
-
-
-def _batch_axes(flow: DynaFlow, args: tuple[Any, ...], kwargs: dict[str, Any], tree: Any) -> list[Any]:
-    """The batch axis of every leaf of ``(args, kwargs)``."""
-    axes = flow.batch_axes
-    if isinstance(axes, dict):
-        by_position, by_name = _axes_by_name(flow, axes, args, kwargs)
-    else:
-        by_position, by_name = axes, {}
-    if isinstance(by_position, list):
-        by_position = tuple(by_position)
-    if isinstance(by_position, tuple) and len(by_position) != len(args):
-        raise SplitError(
-            f"batch_axes has {len(by_position)} {'entry' if len(by_position) == 1 else 'entries'}, the call has "
-            f"{len(args)} positional arguments: give an entry for each (None for those that are not split), or a dict "
-            "by parameter name, which also names arguments given by keyword."
-        )
-    try:
-        positional = _prefix(by_position, args)
-        named = [axis for name in sorted(kwargs) for axis in _prefix(by_name.get(name), kwargs[name])]
-    except ValueError as error:
-        text = str(error).replace("tree_map tree", "batch_axes")
-        raise SplitError(f"batch_axes does not fit the arguments: {text}") from None
-    return positional + named
-
-
-def _prefix(prefix: Any, full: Any) -> list[Any]:
-    """A pytree prefix, one entry for each leaf; ``None`` is an entry."""
-    found: list[Any] = []
-
-    def add(entry: Any, subtree: Any) -> None:
-        found.extend([entry] * jax.tree.structure(subtree).num_leaves)
-
-    jax.tree.map(add, prefix, full, is_leaf=lambda entry: entry is None)
-    return found
-
-
-def _axes_by_name(
-    flow: DynaFlow, axes: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Any]:
-    used = flow._parameters[: len(args)]
-    if unknown := sorted(set(axes) - set(used) - set(kwargs), key=repr):
-        known = ", ".join([*used, *kwargs])
-        raise SplitError(f"batch_axes names {unknown[0]!r}, which is not among the arguments: {known}.")
-    return tuple(axes.get(name) for name in used) + (None,) * (len(args) - len(used)), axes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -553,7 +358,7 @@ class Resolved:
     def __init__(
         self,
         flow: DynaFlow,
-        call: _Call,
+        call: Call,
         traced: _Traced | None = None,
         *,
         derive: bool = True,
@@ -965,11 +770,11 @@ class Resolved:
         """Evaluates the plan on arrays of the shapes it was made for."""
         run = self._run
         if self.region.graph.opened:
-            run = _with_derivative_of(self._run, self._unscheduled)
+            run = with_derivative_of(self._run, self._unscheduled)
         elif self._derivation is not None and self._derivation.custom:
-            run = _with_derivative_of(self._run, lambda *values: self._differentiable(*values))
+            run = with_derivative_of(self._run, lambda *values: self._differentiable(*values))
         if self._run_dispatched is not None:
-            run = _instead_of(run, self._run_dispatched)
+            run = instead_of(run, self._run_dispatched)
         outs = run(list(self.constants), list(leaves))
         return jax.tree.unflatten(self._traced.out_tree, outs)
 
@@ -1057,41 +862,3 @@ def _names(site: MixingSite) -> list[str]:
             path.append(name)
     paths = ["/".join(path[i:j]) for j in range(len(path), 0, -1) for i in range(j)]
     return [*labels[::-1], *paths, site.primitive]
-
-
-def _instead_of(run: Callable[..., Any], dispatched: Callable[..., Any]) -> Callable[..., Any]:
-    """``dispatched`` where it is only called; ``run`` where it is differentiated or mapped over."""
-    called = jax.custom_batching.custom_vmap(dispatched)
-
-    @called.def_vmap
-    def batched(axis_size, in_batched, *args):  # pyright: ignore[reportUnusedFunction]
-        axes = jax.tree.map(lambda mapped: 0 if mapped else None, list(in_batched))
-        outs = jax.vmap(run, in_axes=axes, axis_size=axis_size)(*args)
-        return outs, jax.tree.map(lambda _: True, outs)
-
-    return _with_derivative_of(jax.jit(called, inline=True), run)
-
-
-def _with_derivative_of(run: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
-    """``run`` with the derivative of ``fun``.
-
-    Opening a call to schedule what is inside it loses its own derivative rule (``custom_vjp``), or what it saves on
-    memory (``remat``). Neither is lost if the unscheduled function is what gets differentiated.
-    """
-    scheduled = jax.custom_jvp(run)
-
-    def jvp(primals: Any, tangents: Any) -> Any:
-        # With respect to what is differentiated alone. The others' tangents, given as zeros, would meet tangents in
-        # optimization barriers, which JAX from 0.11 on cannot transpose then.
-        values, tree = jax.tree.flatten(primals)
-        given = tree.flatten_up_to(tangents)
-        varied = [i for i, tangent in enumerate(given) if not isinstance(tangent, SymbolicZero)]
-
-        def of_varied(*varying: Any) -> Any:
-            replaced = dict(zip(varied, varying, strict=True))
-            return fun(*jax.tree.unflatten(tree, [replaced.get(i, value) for i, value in enumerate(values)]))
-
-        return jax.jvp(of_varied, [values[i] for i in varied], [given[i] for i in varied])
-
-    scheduled.defjvp(jvp, symbolic_zeros=True)
-    return scheduled

@@ -22,7 +22,7 @@ from dynaflow_jax.errors import DispatchWarning, DynaFlowError, PlanError
 from dynaflow_jax.plan import Plan
 from dynaflow_jax.strategies.auto import Auto
 from dynaflow_jax.text import table
-from dynaflow_jax.transform import DynaFlow, _Call, dynaflow
+from dynaflow_jax.transform import DynaFlow, dynaflow
 
 LEAST_GAIN = 0.02
 """By how much of its time a plan has to be faster than the unscheduled function to be chosen."""
@@ -141,7 +141,7 @@ def tune(
         )
     if budget_s is not None and not budget_s > 0:
         raise DynaFlowError(f"budget_s is a number of seconds above zero, not {budget_s!r}.")
-    call = _Call.of(flow, args, kwargs)
+    call = flow._call(args, kwargs)
     for leaf, name in zip(call.leaves, call.names, strict=True):
         if compat.is_tracer(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
             raise DynaFlowError(f"tune runs the function, so it takes arrays; {name} is {leaf!r:.60}.")

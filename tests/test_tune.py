@@ -16,7 +16,6 @@ from models import ROWS, WIDTH, Stack, initialised, normal, same
 import dynaflow_jax as df
 from dynaflow_jax import cache, strategies
 from dynaflow_jax.candidates import MARGIN, Candidates, predicted_us
-from dynaflow_jax.transform import _Call
 from dynaflow_jax.tune import LEAST_GAIN, Contest, Progress, choose, is_faster, spread, take_turns
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +52,7 @@ def contest(flow, *args, measure):
 
 
 def candidates_of(flow, *args):
-    return Candidates(flow, _Call.of(flow, args, {}))
+    return Candidates(flow, flow._call(args, {}))
 
 
 def adopted(flow, *args, index, plan=None, backend="xla", **changed):
