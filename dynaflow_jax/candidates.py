@@ -126,7 +126,7 @@ class Unscheduled(Resolved):
     def call(self, leaves: Sequence[Any]) -> Any:
         """Evaluates the function as it was traced."""
         outs = self._as_traced(list(self.constants), list(leaves))
-        return jax.tree.unflatten(self._traced.out_tree, outs)
+        return jax.tree.unflatten(self.splitting.whole.out_tree, outs)
 
     @functools.cached_property
     def _as_traced(self) -> Callable[..., Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import numbers
 import os
 import threading
 import weakref
@@ -16,32 +15,27 @@ from typing import Any, Literal
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-import numpy as np
 
 from dynaflow_jax import compat, cost
-from dynaflow_jax.annotate import Label, Rule, Rules, is_labelling, labelling
-from dynaflow_jax.batch import draws as batch_draws
+from dynaflow_jax.annotate import Rule, Rules, is_labelling
 from dynaflow_jax.batch import outputs as batch_outputs
 from dynaflow_jax.batch import split as batch_split
-from dynaflow_jax.batch.derive import Derivation, Underivable, divides_by
-from dynaflow_jax.batch.proof import Analysis, MixingSite, analyse
+from dynaflow_jax.batch.derive import Underivable
 from dynaflow_jax.batch.region import Region, Variant
-from dynaflow_jax.batch.state import INVARIANT, ZERO, RowIndex, Rows
 from dynaflow_jax.call import Call, Parameters, names_of
 from dynaflow_jax.derivatives import instead_of, with_derivative_of
 from dynaflow_jax.errors import BatchMixingError, DispatchWarning, DynaFlowError, SplitError, warn_user
-from dynaflow_jax.graph import OpGraph, cut
-from dynaflow_jax.inline import Flat, inline, with_twins
+from dynaflow_jax.graph import OpGraph
 from dynaflow_jax.lowering import dispatch, xla
 from dynaflow_jax.lowering.choice import Choice, choose
 from dynaflow_jax.lowering.steps import RunRegion, Values
 from dynaflow_jax.plan import Plan, Replay, make_plan
-from dynaflow_jax.program import Program, constants_inside, trace
 from dynaflow_jax.runtime import extension, processes
 from dynaflow_jax.runtime.binder import Binder
 from dynaflow_jax.runtime.processes import Job
 from dynaflow_jax.runtime.work import Work
 from dynaflow_jax.schedule import InputInfo, OpScheduler, Step, run_strategy
+from dynaflow_jax.splitting import Splitting, Traced, traced
 from dynaflow_jax.strategies.auto import Auto
 from dynaflow_jax.strategies.switch import Switch
 
@@ -298,52 +292,6 @@ class _Bound:
         return repr(self.__wrapped__)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Traced:
-    """A function traced at one batch size."""
-
-    program: Program
-    constants: tuple[Any, ...]
-    out_tree: Any
-
-    def shards(self, axes: Sequence[int | None]) -> int:
-        """Over how many devices the program itself wants its batched inputs split."""
-        axis_of = dict(zip(self.program.invars[len(self.constants) :], axes, strict=True))
-        return max(
-            (
-                compat.input_shards(eqn, position, axis)
-                for eqn in self.program.eqns
-                if eqn.primitive.name in ("shard_map", "sharding_constraint")
-                for position, var in enumerate(eqn.invars)
-                if not compat.is_literal(var) and (axis := axis_of.get(var)) is not None
-            ),
-            default=1,
-        )
-
-    def flat(self, flow: DynaFlow, *, draws: bool) -> _Flattened:
-        """The program with everything opened that has a boundary inside."""
-        options = {"draws": draws, "unroll": flow.unroll}
-        return _Flattened(*inline(self.program, self.constants, flow.rules, **options), self.out_tree)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Flattened:
-    """A traced function after inlining; ``constants`` are the first inputs of the flat program."""
-
-    flat: Flat
-    constants: tuple[Any, ...]
-    out_tree: Any
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Part:
-    """A micro-batch's program, what is proven of it, and what it has of each constant of the whole batch's."""
-
-    flat: Flat
-    analysis: Analysis
-    constants: tuple[batch_split.Own, ...]
-
-
 class Resolved:
     """A function at one set of shapes, with all that was decided for it.
 
@@ -352,6 +300,7 @@ class Resolved:
       plan: what runs when.
       choice: how it is lowered.
       constants: values that the function closes over, the first inputs of every program.
+      splitting: the programs of the whole batch and of the micro-batches.
       unopened: the whole batch's program, as traced.
     """
 
@@ -359,7 +308,7 @@ class Resolved:
         self,
         flow: DynaFlow,
         call: Call,
-        traced: _Traced | None = None,
+        unopened: Traced | None = None,
         *,
         derive: bool = True,
         warn: bool = True,
@@ -369,7 +318,7 @@ class Resolved:
         Args:
           flow: the function and how to schedule it.
           call: arguments of the shapes to decide for.
-          traced: the whole batch's program, if a `Resolved` for these shapes has it already.
+          unopened: the whole batch's program, if a `Resolved` for these shapes has it already.
           derive: whether the micro-batches' programs are derived from that, where they can be; otherwise they are
             traced.
           warn: whether to warn of rules and marks without effect.
@@ -378,10 +327,9 @@ class Resolved:
         self.batch_size = call.batch_size() or None  # an empty batch is not split
         self.layout = dataclasses.replace(call, leaves=[])
         platform, kind = compat.device()
-        self._ridge = cost.ridge(platform, kind)
-        traced = traced or self._trace(None)
+        unopened = unopened or traced(flow, self.layout)
         if self.layout.shards == 1 and self.batch_size is not None:
-            shards = traced.shards(call.axes)
+            shards = unopened.shards(call.axes)
             # Only a hint: a batch that does not divide is split by consecutive rows.
             self.layout = dataclasses.replace(self.layout, shards=1 if self.batch_size % shards else shards)
         struct = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
@@ -407,21 +355,20 @@ class Resolved:
                 raise
             sizes = batch_split.check_sizes(asked, self.batch_size, self.layout.shards, repr(strategy))
         split = len(sizes) > 1
-        self.unopened = traced
-        self._traced = traced.flat(flow, draws=split)
-        self.constants = self._traced.constants
-        self._warn = warn
-        self._parts: dict[int, _Part] = {}
-        self._variants: dict[int, Variant] = {}
-        self._derivation: Derivation | None = None
+        self.unopened = unopened
+        self.splitting = Splitting(
+            flow, self.layout, self.batch_size, unopened, cost.ridge(platform, kind), split=split, warn=warn
+        )
+        self.constants = self.splitting.whole.constants
         if split and derive:
-            self._derive(sizes)
+            self.splitting.derive(sizes)
         try:
             self.region, self.plan = self._schedule(sizes)
         except Underivable:  # at a size that only the strategy asked for
-            self._give_up_deriving()
+            self.splitting.give_up_deriving()
             self.region, self.plan = self._schedule(sizes)
-        self._joins = self._how_to_join(sizes)
+        self._joins = self.splitting.how_to_join(sizes)
+        self._owns = self.splitting.owns(sizes)
         self._run = jax.jit(functools.partial(self._evaluate, None), inline=True)
         self.choice = choose(flow.backend, platform, kind, self.region, self.plan.steps)
         self._binder: Binder | None = None
@@ -438,167 +385,20 @@ class Resolved:
         """The operators, the plan, and how it is lowered and why, as text."""
         return f"{self.region.graph.table()}\n\n{self.plan.show()}\n\nLowering: {self.choice}"
 
-    @functools.cached_property
+    @property
     def graph(self) -> OpGraph:
         """The operators on the whole batch."""
-        return self._cut(self._traced.flat)
-
-    def _cut(self, flat: Flat) -> OpGraph:
-        warn, self._warn = self._warn, False
-        return cut(flat, self.flow.rules, self._ridge, warn=warn)
+        return self.splitting.graph
 
     def _schedule(self, sizes: tuple[int, ...]) -> tuple[Region, Plan]:
         """The operators of the micro-batches, and what the strategy does with them."""
-        variants = tuple(map(self.variant, sizes)) if len(sizes) > 1 else (Variant(self.graph, {}),)
-        region, strategy = Region(sizes, variants, self.variant), self.flow.scheduler
+        variant = self.splitting.variant
+        variants = tuple(map(variant, sizes)) if len(sizes) > 1 else (Variant(self.graph, {}),)
+        region, strategy = Region(sizes, variants, variant), self.flow.scheduler
         if isinstance(strategy, Replay):
             strategy.plan.validate(region, self.info)
             return region, strategy.plan.made_for(region, self.info)
         return region, make_plan(run_strategy(strategy, region, self.info), region, repr(strategy), self.info)
-
-    def _derive(self, sizes: tuple[int, ...]) -> None:
-        """Derives the micro-batches' programs from the whole batch's, if nothing stands against it.
-
-        What is refused of derived programs is refused only if it is of traced ones too, and in their words.
-        """
-        if any(map(callable, jax.tree.leaves(self.flow.out_axes))):
-            return  # a function of the parts is about what the function returns for a micro-batch
-        assert self.batch_size is not None
-        try:
-            self._derivation = Derivation(self._traced.flat, self.layout.axes, self.batch_size)
-            for size in sizes:
-                self._part(size)
-            self._how_to_join(sizes)
-        except (Underivable, SplitError, BatchMixingError):
-            self._give_up_deriving()
-
-    def _give_up_deriving(self) -> None:
-        self._derivation = None
-        self._parts.clear()
-        self._variants.clear()
-
-    def _how_to_join(self, sizes: tuple[int, ...]) -> list[batch_outputs.Join]:
-        """How each output is joined."""
-        program, divides = self._traced.flat.program, None
-        if self._derivation is not None and self.batch_size is not None:
-            divides = functools.partial(divides_by, program, self._derivation.counts | {self.batch_size})
-        return batch_outputs.joins(
-            self.flow.out_axes,
-            self._traced.out_tree,
-            [self._parts[size].analysis.outputs for size in sizes] if len(sizes) > 1 else None,
-            program.outvars,
-            self.flow.weights is not None,
-            divides,
-        )
-
-    def _trace(self, size: int | None) -> _Traced:
-        """The function's program at a batch size; ``None`` for the whole batch."""
-        layout, out_tree = self.layout, None
-
-        def flat_fun(*leaves: Any) -> list[Any]:
-            nonlocal out_tree
-            args, kwargs = layout.arguments(leaves)
-            result = self.flow.fun(*args, **kwargs)
-            outs, out_tree = jax.tree.flatten(result)
-            for path, out in jax.tree_util.tree_leaves_with_path(result):
-                if not (compat.is_tracer(out) or compat.is_array(out) or isinstance(out, numbers.Number)):
-                    name = f"output{jax.tree_util.keystr(path)}"
-                    raise DynaFlowError(f"{self.flow!r}: {name} of the function is {out!r:.60}, not an array.")
-            return outs
-
-        with labelling(self.flow.rules):
-            program, constants = trace(flat_fun, layout.avals if size is None else layout.avals_at(size))
-        return _Traced(program, constants, out_tree)
-
-    def variant(self, size: int) -> Variant:
-        """The operators of a micro-batch, or of several joined, with the proof that the batch may be split that way."""
-        if size not in self._variants:
-            self._variants[size] = self._make_variant(size)
-        return self._variants[size]
-
-    def _make_variant(self, size: int) -> Variant:
-        full = self._traced.flat
-        if size == self.batch_size:  # all micro-batches joined
-            flat, states = with_twins(full, full), {}
-        else:
-            part = self._part(size)
-            flat, states = part.flat, part.analysis.states
-        draws = next((batch_draws.locate(part.flat, part.analysis.draws) for part in self._parts.values()), frozenset())
-        index = None
-        if self.flow.rng == "exact":
-            flat = batch_draws.draw_once(flat, full, draws)
-        else:
-            flat, index = batch_draws.draw_separately(flat, draws)
-        return Variant(self._cut(flat), states, index)
-
-    def _part(self, size: int) -> _Part:
-        if size not in self._parts:
-            self._parts[size] = self._traced_part(size) if self._derivation is None else self._derived_part(size)
-        return self._parts[size]
-
-    def _derived_part(self, size: int) -> _Part:
-        assert self._derivation is not None
-        assert self.batch_size is not None
-        flat = self._derivation.at(size)
-        programs, problem = (self._traced.flat.program, flat.program), ""
-        for states in self._derivation.proposals(self.constants):
-            analysis = analyse(*programs, [*states, *self.layout.axes], self.batch_size, size)
-            if not analysis.mixing:
-                own: list[batch_split.Own] = [state if isinstance(state, Rows) else None for state in states]
-                for i, state in enumerate(states):
-                    if isinstance(state, RowIndex):  # every micro-batch counts its rows from zero
-                        aval = flat.program.invars[i].aval
-                        own[i] = np.arange(aval.shape[0], dtype=aval.dtype)
-                return _Part(flat, analysis, tuple(own))
-            problem = str(analysis.mixing[0])
-        raise Underivable(problem)
-
-    def _traced_part(self, size: int) -> _Part:
-        assert self.batch_size is not None
-        full = self._traced
-        try:
-            part = self._trace(size).flat(self.flow, draws=True)
-        except (TypeError, ValueError) as error:
-            raise SplitError(self._untraceable(size, error)) from error
-        if len(part.flat.program.invars) != len(full.flat.program.invars) or part.out_tree != full.out_tree:
-            raise SplitError(
-                f"At {size} rows the function closes over other constants, or returns another structure, than at "
-                f"{self.batch_size}: its program depends on the batch size."
-            )
-        constants = (full.constants, part.constants)
-        programs = (full.flat.program, part.flat.program)
-        analysis = analyse(*programs, self.layout.axes, self.batch_size, size, self._allows, consts=constants)
-        if analysis.mixing:
-            raise BatchMixingError(_mixing_message(analysis.mixing, self.batch_size, size))
-        own = [
-            None if analysis.states[var] in (INVARIANT, ZERO) else value
-            for value, var in zip(part.constants, part.flat.program.invars, strict=False)
-        ]
-        return _Part(with_twins(part.flat, full.flat), analysis, tuple(own))
-
-    @functools.cached_property
-    def _owns(self) -> list[tuple[batch_split.Own, ...]]:
-        """For each micro-batch, what it has of every input of the whole batch's program."""
-        sizes = self.region.sizes
-        if len(sizes) == 1:
-            return [(None,) * len(self._traced.flat.program.invars)]
-        rows = tuple(None if axis is None else Rows(axis) for axis in self.layout.axes)
-        return [(*self._parts[size].constants, *rows) for size in sizes]
-
-    def _untraceable(self, size: int, error: Exception) -> str:
-        constants = (*self.constants, *constants_inside(self.unopened.program))
-        sized = [aval for aval in map(compat.aval_of, constants) if self.batch_size in aval.shape]
-        message = f"The function takes {self.batch_size} rows, but not the {size} of a micro-batch: {error}"
-        if sized:
-            message += (
-                f"\nIt closes over {sized[0].str_short()}, an array of the batch's size. What has a row for each of "
-                "the batch's belongs into the arguments, with its batch axis in batch_axes."
-            )
-        return message
-
-    def _allows(self, site: MixingSite) -> bool:
-        names = set(_names(site))
-        return any(entry == "*" or entry in names for entry in self.flow.allowed)
 
     def _can_dispatch(self, platform: str) -> bool:
         """Whether there is a dispatcher."""
@@ -639,7 +439,7 @@ class Resolved:
 
         self._check_on_one_device()
         inputs = dispatch.Inputs(
-            [var.aval for var in self._traced.flat.program.invars],
+            [var.aval for var in self.splitting.whole.flat.program.invars],
             self._owns,
             [False for _ in self.constants] + [axis is not None for axis in layout.axes],
             [False for _ in self.constants] + list(layout.donated),
@@ -656,7 +456,7 @@ class Resolved:
     def _outputs(self) -> list[Any]:
         """Types of the outputs; what a function makes of the parts (``out_axes``) is its own business."""
         if not any(map(callable, jax.tree.leaves(self.flow.out_axes))):
-            return [atom.aval for atom in self._traced.flat.program.outvars]
+            return [atom.aval for atom in self.splitting.whole.flat.program.outvars]
         leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self.layout.avals]
         return [compat.aval_of(out) for out in jax.eval_shape(self._run, list(self.constants), leaves)]
 
@@ -771,12 +571,12 @@ class Resolved:
         run = self._run
         if self.region.graph.opened:
             run = with_derivative_of(self._run, self._unscheduled)
-        elif self._derivation is not None and self._derivation.custom:
+        elif self.splitting.derivation is not None and self.splitting.derivation.custom:
             run = with_derivative_of(self._run, lambda *values: self._differentiable(*values))
         if self._run_dispatched is not None:
             run = instead_of(run, self._run_dispatched)
         outs = run(list(self.constants), list(leaves))
-        return jax.tree.unflatten(self._traced.out_tree, outs)
+        return jax.tree.unflatten(self.splitting.whole.out_tree, outs)
 
     @functools.cached_property
     def _differentiable(self) -> Callable[..., Any]:
@@ -829,36 +629,3 @@ class Resolved:
                 args, kwargs = self.layout.arguments(rows)
                 weights.append(batch_outputs.checked_weight(self.flow.weights(*args, **kwargs)))
         return batch_outputs.join(self._joins, outs, sizes, shards, weights)
-
-
-def _mixing_message(sites: Sequence[MixingSite], batch_size: int, size: int) -> str:
-    lines = [f"Splitting the batch of {batch_size} rows into micro-batches of {size} is not proven to be harmless:"]
-    lines += [f"  - {site}" for site in sites[:10]]
-    if len(sites) > 10:
-        lines.append(f"  - and {len(sites) - 10} more")
-    lines.append(
-        "Let the strategy's split return the whole batch, or, if every micro-batch may do this for itself, pass "
-        f"allow_batch_mixing=({_names(sites[0])[0]!r},) to dynaflow."
-    )
-    if guards := [site for site in sites if site.guards]:
-        lines.append(
-            f"If {guards[0].primitive} guards the division in a mean over weighted or masked rows, as in "
-            "(x * mask).sum() / max(mask.sum(), 1), pass out_axes='mean' and weights= a function of them as well."
-        )
-    if size == 1:
-        lines.append(
-            "At one row JAX may trace other operations than at several: try micro-batches of at least two rows."
-        )
-    return "\n".join(lines)
-
-
-def _names(site: MixingSite) -> list[str]:
-    """By what ``allow_batch_mixing`` may name a site: an operator, a module's path or its end, or a primitive."""
-    labels, path = [], []
-    for name, is_transform in site.name_stack:
-        if label := Label.decode(name):
-            labels.append(label.name)
-        elif not is_transform:
-            path.append(name)
-    paths = ["/".join(path[i:j]) for j in range(len(path), 0, -1) for i in range(j)]
-    return [*labels[::-1], *paths, site.primitive]
