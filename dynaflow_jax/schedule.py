@@ -285,7 +285,8 @@ class ScheduleContext:
             several operators, to run as one unit in the order given; or, with ``fn``, any operators to *replace*.
           stream: where it runs; a name of your choice. Steps of a stream run in the order of the plan.
           fn: a function that takes the replaced operators' inputs (``inputs_of`` lists them) and returns a tuple of
-            their outputs (``outputs_of``), such as a fused kernel.
+            their outputs (``outputs_of``), such as a fused kernel. For predictions it is one kernel, or what it says
+            itself (``cost.Itemized``).
           after: operators or steps that must have finished first, beyond those whose results are read.
           priority: higher runs first where the device can choose.
           sm_budget: at most this many streaming multiprocessors, on devices that can.

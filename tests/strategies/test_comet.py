@@ -212,3 +212,17 @@ def test_nothing_to_overlap():
 def test_wrong_arguments(pieces):
     with pytest.raises(ValueError, match="Comet needs a whole number of pieces, at least 1, not pieces="):
         Comet(pieces)
+
+
+def test_predicted_as_a_pipeline():
+    """What nothing hides are the first piece's way there and the last one's back; every byte is counted once."""
+    plan = models.expert_parallel(1, 16).scheduled(2, Comet(), "xla")[1]
+    whole = models.expert_parallel(1, 16).scheduled(2, Comet(1), "xla")[1]
+    (step,) = (what for what in plan.details if what.name.startswith("expert_pipeline"))
+    exchanges = [kernel for kernel in step.kernels if kernel.sent]
+    alone = [kernel for kernel in exchanges if not kernel.flops]
+    sent = [what.sent for what in whole.details if what.bound == "network"]
+    assert [kernel.sent for kernel in alone] == [sent[0] / 2, sent[1] / 2]
+    assert sum(kernel.sent for kernel in exchanges) == sum(sent)
+    flops = sum(kernel.flops * kernel.count for what in whole.details for kernel in what.kernels)
+    assert sum(kernel.flops * kernel.count for what in plan.details for kernel in what.kernels) == flops
