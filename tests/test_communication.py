@@ -367,3 +367,37 @@ def test_of_what_others_read_in_place_the_run_tells_when_they_have(layers):
     in_place = [operation.in_place for operation in work.operations if isinstance(operation, Exchange)]
     assert in_place == [True] * (layers - 1) + [False]
     assert all(told < len(work.operations) for told in releases(work).values())
+
+
+# -- what is in memory anyway ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[2:6],
+        lambda x: x[3],
+        lambda x: x[:, 2:6],
+        lambda x: x[::2],
+        lambda x: x[1:2, 3:5],
+        lambda x: x.reshape(-1),
+        lambda x: x[4:].reshape(2, -1),
+        lambda x: lax.reshape(x, (64, 256), (1, 0, 2)),
+        lambda x: lax.slice(x, (0, 0, 0), (8, 32, 1)),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bool", "int4"])
+def test_parts_of_inputs_and_arrivals(view, dtype):
+    """Read where they are if their elements lie end to end, and right if not."""
+
+    def fun(x):
+        arrived = lax.all_to_all(x, "i", 0, 0, tiled=True)
+        return [lax.psum(view(y).astype(jnp.int32).sum(), "i") + view(y).astype(jnp.int32) for y in (x, arrived)]
+
+    x = (numbers(8 * 2, 64, 32) * 4).astype(dtype)
+
+    def around(x):
+        with df.mark("all"):
+            return fun(x)
+
+    Strictly(around, mesh_of(i=2), P("i"), P("i"), check=False).check(x)

@@ -439,6 +439,8 @@ def _in_place(builder: Builder, eqn: Any, env: Mapping[Any, Term]) -> int | None
     term, (shape, dtype) = env.get(atom), physical(atom.aval)
     if not isinstance(term, int) or not builder.stays(term) or sizes or shape != atom.aval.shape:
         return None
+    if eqn.params.get("dimensions") is not None:  # a transposition as well
+        return None
     offset = 0
     if eqn.primitive.name == "slice":
         starts, kept = eqn.params["start_indices"], out.aval.shape
