@@ -147,7 +147,7 @@ def test_profile(run, backend):
     assert "predicted on CPU, measured on cpu" in out
     found = json.loads(done(run("profile", *FLOW, "--backend", backend, "--json")))
     assert found["dispatched"] == (backend == "dispatch")
-    assert found["measured_us"] > 0
+    assert found["measured_us"] >= 0  # less what a call takes that does nothing, which may be all of it
     assert found["predicted_us"] > 0
     for name in ("up[0]", "act[0]", "dot_general[1]"):
         assert any(name in event["name"] for event in found["events"])
