@@ -74,9 +74,8 @@ def nnx_decoder(sizes: Sizes, devices: int) -> Model:
 
     def decoder(sizes: Sizes) -> nnx.Module:
         made = with_nnx.Decoder(sizes, nnx.Rngs(0))
-        made.embed.dtype = (
-            None  # that of its parameters, not of those it was made with: all that follows is computed in it
-        )
+        # Not the type of the parameters that it was made with: all that follows is computed in it.
+        made.embed.dtype = None
         return made
 
     definition, params = nnx.split(decoder(sizes))
