@@ -159,10 +159,13 @@ def _leaves(details: Sequence[StepDetails], trips: int = 1) -> Iterator[tuple[St
             yield from _leaves(what.body, trips * what.trips)
 
 
-def _grouped(commands: Sequence[Ran]) -> list[list[Ran]]:
-    """Launches one by one; copies, signals and awaits that follow one another for an operator together.
+_PHASES = {"copy": 0, "signal": 0, "await": 1, "sum": 2}  # of an exchange
 
-    An exchange sends and signals first, and awaits last: what comes behind that is the next one.
+
+def _grouped(commands: Sequence[Ran]) -> list[list[Ran]]:
+    """Launches one by one; copies, signals, awaits and sums that follow one another for an operator together.
+
+    An exchange sends and signals first, then awaits, and sums last: what comes behind that is the next one.
     """
     groups: list[list[Ran]] = []
     last: dict[str, list[Ran]] = {}  # of each stream
@@ -172,7 +175,7 @@ def _grouped(commands: Sequence[Ran]) -> list[list[Ran]]:
             group is not None
             and "launch" not in (command.kind, group[-1].kind)
             and group[0].operator == command.operator
-            and (command.kind == "await" or group[-1].kind != "await")
+            and _PHASES[command.kind] >= _PHASES[group[-1].kind]
         )
         if group is not None and belongs:
             group.append(command)

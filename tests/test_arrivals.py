@@ -1,5 +1,7 @@
 """When memory that other streams and other devices touch may be used again."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -56,16 +58,14 @@ def works(draw) -> Work:
         made = [value for op in operations if isinstance(op, Partition) for value in op.writes]
         if made and draw(st.booleans()):
             source = draw(st.sampled_from(made))
-            if draw(st.booleans()):  # what arrives as values of their own, one of them the device's own
-                values += [Value(values[source].shape, values[source].dtype, arrives=True)] * 2
-                arrived = (len(values) - 2, len(values) - 1)
-            else:
-                values.append(Value((2, *values[source].shape), values[source].dtype, arrives=True))
-                arrived = (len(values) - 1,)
-            in_place = len(arrived) > 1 and draw(st.booleans())
-            operations.append(
-                Exchange(f"{i}", stream, (source,), arrived, (), ("i",), Pattern.GATHER, in_place=in_place)
-            )
+            how = draw(st.sampled_from(["together", "apart", "in place", "sums"]))
+            # What arrives: values of their own, one of them the device's own; or one value.
+            shape = (2, *values[source].shape) if how == "together" else values[source].shape
+            arrived = tuple(range(len(values), len(values) + (2 if how in ("apart", "in place") else 1)))
+            values += [Value(shape, values[source].dtype, arrives=True)] * len(arrived)
+            in_place = how in ("in place", "sums")
+            exchange = Exchange(f"{i}", stream, (source,), arrived, (), ("i",), Pattern.GATHER, in_place=in_place)
+            operations.append(dataclasses.replace(exchange, sums=how == "sums"))
         else:
             reads = tuple(draw(st.sets(st.sampled_from(range(len(values))), min_size=1, max_size=3)))
             values.append(Value((SIZE // 4,), np.dtype(np.float32)))
@@ -87,3 +87,35 @@ def test_no_stream_takes_memory_that_another_one_touches(work):
             for i, op in enumerate(work.operations[free_from:], free_from):
                 if isinstance(op, Partition) and op.where.stream == writer.where.stream:
                     assert all(before[i] >> other & 1 for other in touching)
+
+
+@given(works())
+def test_what_others_read_in_place_stays_until_they_have_said_that_they_are_done(work):
+    """They take part in an exchange when they have read, and only who is behind that takes the memory."""
+    before = predecessors(work.operations, lambda value: work.base(value)[0])
+    dead = {value: i for i, values in enumerate(dead_before(work)) for value in values}
+    for i, exchange in enumerate(work.operations):
+        if not isinstance(exchange, Exchange) or not exchange.in_place or exchange.reads[0] not in dead:
+            continue
+        reading = {i}
+        if not exchange.sums:
+            reading |= {k for k, op in enumerate(work.operations) if set(exchange.writes) & set(op.reads)}
+        told = (
+            k
+            for k, op in enumerate(work.operations)
+            if isinstance(op, Exchange) and all(before[k] >> r & 1 for r in reading)
+        )
+        assert any(before[dead[exchange.reads[0]]] >> k & 1 for k in told)
+
+
+@given(works())
+def test_memory_for_arrivals_is_shared_only_by_values_that_are_never_there_at_once(work):
+    before = predecessors(work.operations, lambda value: work.base(value)[0])
+    places = layout(work)
+    sizes = {i: sum(work.values[v].size for v in work.operations[i].writes[-1:]) for i in places.offsets}
+    for i, at in places.offsets.items():
+        for k, other in places.offsets.items():
+            if i < k and at < other + sizes[k] and other < at + sizes[i]:
+                touching = [n for n, op in enumerate(work.operations) if set(work.operations[i].writes) & set(op.reads)]
+                assert all(before[k] >> n & 1 for n in (i, *touching))
+                assert not {v for _, parts in work.outputs for v, _ in parts} & set(work.operations[i].writes)

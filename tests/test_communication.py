@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
 from dynaflow_jax.errors import DispatchWarning
+from dynaflow_jax.lowering import tasks
 from dynaflow_jax.runtime import extension
 from dynaflow_jax.runtime import program as wire
 from dynaflow_jax.runtime.arrivals import releases
@@ -361,12 +362,63 @@ def test_own_parts_of_many_exchanges(fun):
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4])
-def test_of_what_others_read_in_place_the_run_tells_when_they_have(layers):
-    """The next run begins without asking them, so what no later exchange tells of is sent."""
+def test_what_others_read_to_the_end_lies_in_memory_of_its_own(layers):
+    """No later exchange tells when they have, and this device's next run may be of another plan."""
+    work = models_parallel.tensor_parallel(layers).work(2, df.strategies.NanoFlow(1))
+    exchanges = [operation for operation in work.operations if isinstance(operation, Exchange)]
+    assert all(exchange.in_place for exchange in exchanges)
+    *earlier, last = releases(work).values()
+    assert all(told < len(work.operations) for told in earlier)
+    assert last == len(work.operations)
+    assert work.lasting == {exchanges[-1].reads[0]}
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_what_cannot_lie_there_is_sent(layers, monkeypatch):
+    monkeypatch.setattr(tasks.Builder, "_can_place", False)
     work = models_parallel.tensor_parallel(layers).work(2, df.strategies.NanoFlow(1))
     in_place = [operation.in_place for operation in work.operations if isinstance(operation, Exchange)]
     assert in_place == [True] * (layers - 1) + [False]
     assert all(told < len(work.operations) for told in releases(work).values())
+
+
+def test_calls_of_two_plans_in_turns():
+    """What others still read of the one, no partition of the other writes to."""
+    mesh, x = mesh_of(i=2), numbers(64, 64)
+    one = Strictly(lambda x: lax.psum(x @ x.T, "i"), mesh, P("i"), P())
+    other = Strictly(lambda x: jnp.tanh(lax.psum(jnp.cos(x) @ x.T @ x, "i")), mesh, P("i"), P())
+    wanted = one.plain(x), other.plain(x)
+    for _ in range(20):
+        for run, want in zip((one, other), wanted, strict=True):
+            np.testing.assert_allclose(run(x), want, rtol=1e-5, atol=1e-5)
+
+
+def summing(x):
+    y = lax.psum(x * 2, "i")
+    return y + lax.psum_scatter(x * y, "i", tiled=True).sum()
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])
+@pytest.mark.parametrize("width", [64, 63 * 64, 64 * 1024])
+def test_sums_of_what_is_read_in_place(width, dtype, devices, monkeypatch):
+    """Are one command with the flags ahead of it, where the executor knows how to add."""
+    programs, real = [], wire.encode
+
+    def encode(*args, **kwargs):
+        programs.append(args[6])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(wire, "encode", encode)
+    run = Strictly(summing, mesh_of(i=devices), P(), P(), check=False)
+    run.check(numbers(devices, width, dtype=jnp.dtype(dtype)))
+    for commands in programs:
+        sums = [i for i, command in enumerate(commands) if command.kind == wire.SUM]
+        assert bool(sums) == (dtype in ("float32", "bfloat16"))
+        for i in sums:
+            assert len(commands[i].reads) == devices
+            around = [commands[k].kind for k in range(i - 2 * (devices - 1), i)]
+            assert around == [wire.SIGNAL] * (devices - 1) + [wire.AWAIT] * (devices - 1)
 
 
 # -- what is in memory anyway ----------------------------------------------------------------------------------------

@@ -21,12 +21,18 @@ Result<OwnedEvent> MakeEvent(const cuda::Driver& driver) {
   return OwnedEvent(event, {&driver});
 }
 
-// Which of the functions for flags the driver lacks; null if none.
-const char* MissingForFlags(const cuda::Driver& driver) {
-  if (!driver.StreamWriteValue) return "cuStreamWriteValue32_v2";
-  if (!driver.StreamWaitValue) return "cuStreamWaitValue32_v2";
-  if (!driver.AddMemOpNode) return "cuGraphAddBatchMemOpNode";
-  return nullptr;
+// Which function for a command the driver lacks; empty if none.
+std::string Missing(const cuda::Driver& driver, const Command& c) {
+  const auto missing = [](const char* function, const char* version) {
+    return StrCat(function, ", which this CUDA driver lacks: ", version, " or later has it");
+  };
+  if (IsFlag(c)) {
+    if (!driver.StreamWriteValue) return missing("cuStreamWriteValue32_v2", "11.7");
+    if (!driver.StreamWaitValue) return missing("cuStreamWaitValue32_v2", "11.7");
+    if (!driver.AddMemOpNode) return missing("cuGraphAddBatchMemOpNode", "11.7");
+  }
+  if (IsSum(c) && !driver.AddKernelNode) return missing("cuGraphAddKernelNode_v2", "12.0");
+  return {};
 }
 
 // Where an error is not one command's own: the operators that may have caused it.
@@ -83,10 +89,9 @@ Result<std::unique_ptr<Device>> CudaDevice::Create(const cuda::Driver& driver, s
     if (program.streams[i].device != 0) return Unimplemented(where, ": stream ", i, " is on another device");
   }
   for (size_t i = 0; i < program.commands.size(); ++i) {
-    const char* missing = IsFlag(program.commands[i]) ? MissingForFlags(driver) : nullptr;
-    if (missing) {
-      return Unimplemented(where, ": ", Describe(program, i), " needs ", missing,
-                           ", which this CUDA driver lacks: 11.7 or later has it");
+    const std::string missing = Missing(driver, program.commands[i]);
+    if (!missing.empty()) {
+      return Unimplemented(where, ": ", Describe(program, i), " needs ", missing);
     }
   }
   std::unique_ptr<CudaDevice> device(new CudaDevice(driver, options));
@@ -123,6 +128,7 @@ Status CudaDevice::Prepare(const std::vector<int>& ordinals, const Program& prog
   DYNAFLOW_RETURN_IF_ERROR(PreparePartitions(program));
   if (!options_.one_graph) why_not_one_graph_ = "not wanted";
   if (options_.blocking) why_not_one_graph_ = "blocking";
+  DYNAFLOW_RETURN_IF_ERROR(LoadKernels(program));
   return why_not_one_graph_.empty() ? Status() : InstantiatePartitions(program);
 }
 
@@ -157,6 +163,13 @@ Status CudaDevice::CreateStreams(const Program& program) {
 
 Status CudaDevice::ConnectPeers(const Program& program) {
   std::vector<bool> copied_to(program.num_devices), signalled(program.num_devices);
+  if (std::any_of(program.commands.begin(), program.commands.end(), IsSum)) {
+    // It does not say whose memory it reads, and may read this device's only.
+    for (uint32_t device = 0; device < program.num_devices; ++device) {
+      DYNAFLOW_RETURN_IF_ERROR(ConnectPeer(device, /*must_reach=*/false));
+    }
+    copied_to.assign(copied_to.size(), true);
+  }
   for (size_t i = 0; i < program.commands.size(); ++i) {
     const Command& c = program.commands[i];
     if (c.kind == CommandKind::kCopy && c.target != 0 && !copied_to[c.target]) {
@@ -207,6 +220,18 @@ Status CudaDevice::PreparePartitions(const Program& program) {
     graphs_[i] = graph;
   }
   return {};
+}
+
+// Before the first run, when an earlier one may still be waiting on the device: the driver may want it idle.
+Status CudaDevice::LoadKernels(const Program& program) {
+  const auto any = [&](bool (*is)(const Command&)) {
+    return std::any_of(program.commands.begin(), program.commands.end(), is);
+  };
+  const bool sums = any(IsSum), flags = why_not_one_graph_.empty() && any(IsFlag);
+  if (!sums && !flags) return {};
+  auto kernels = cuda::ExchangeKernels::Of(driver_, contexts_[0].get());
+  if (kernels.ok()) kernels_ = std::move(*kernels);
+  return sums ? kernels.status() : Status();  // for flags there are the driver's operations
 }
 
 // What running command by command needs beyond the streams.
@@ -309,7 +334,7 @@ Status CudaDevice::CheckEarlierRuns(const Program& program) {
 
 Status CudaDevice::RunAsOneGraph(const Program& program, const Call& call, cuda::Stream stream) {
   if (!whole_) {
-    auto built = cuda::ProgramGraph::Build(driver_, contexts_[0].get(), program, graphs_, call,
+    auto built = cuda::ProgramGraph::Build(driver_, contexts_[0].get(), kernels_, program, graphs_, call,
                                            stopwatch_ ? &*stopwatch_ : nullptr);
     if (!built.ok()) {
       // Some partitions cannot be part of a larger graph (their libraries allocate memory, say).
@@ -381,6 +406,9 @@ Status CudaDevice::Issue(const Program& program, size_t command, const Call& cal
     case CommandKind::kAwait:
       DYNAFLOW_CUDA(driver_, StreamWaitValue, stream, c.writes[0].offset, 1, cuda::kWaitValueGeq);
       DYNAFLOW_CUDA(driver_, StreamWriteValue, stream, c.writes[0].offset, 0, 0);
+      break;
+    case CommandKind::kSum:
+      DYNAFLOW_RETURN_IF_ERROR(kernels_->LaunchSum(c, stream));
       break;
   }
   if (timed) {

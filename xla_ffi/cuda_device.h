@@ -9,6 +9,7 @@
 #include "xla_ffi/capture.h"
 #include "xla_ffi/cuda_driver.h"
 #include "xla_ffi/device.h"
+#include "xla_ffi/exchange_kernels.h"
 #include "xla_ffi/program_graph.h"
 #include "xla_ffi/stopwatch.h"
 
@@ -54,6 +55,7 @@ class CudaDevice final : public Device {
   Status ConnectPeers(const Program& program);
   Status ConnectPeer(uint32_t device, bool must_reach);
   Status PreparePartitions(const Program& program);
+  Status LoadKernels(const Program& program);
   Status InstantiatePartitions(const Program& program);
 
   Status CheckEarlierRuns(const Program& program);
@@ -79,6 +81,7 @@ class CudaDevice final : public Device {
   std::vector<cuda::OwnedGraph> own_graphs_;  // captures changed for a stream's priority or SMs
   std::vector<cuda::Graph> graphs_;           // of each command that launches one
   std::vector<cuda::OwnedGraphExec> execs_;   // the same, ready to launch, unless all is one graph
+  std::shared_ptr<const cuda::ExchangeKernels> kernels_;  // if there is a use for them
   std::optional<cuda::ProgramGraph> whole_;
 
   std::string why_not_one_graph_;  // empty: the program runs as one graph

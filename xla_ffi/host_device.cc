@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "xla_ffi/host_flags.h"
+#include "xla_ffi/host_sum.h"
 
 namespace dynaflow {
 
@@ -203,6 +204,9 @@ Status HostDevice::Execute(const Command& c, RunState& run) {
       return {};
     case CommandKind::kAwait:
       return run.Await(c, processes_[c.target]);
+    case CommandKind::kSum:
+      HostSum(c, run.call);
+      return {};
   }
   return Internal("unknown command");
 }

@@ -198,15 +198,17 @@ const char* NameOf(CommandKind kind) {
       return "signal";
     case CommandKind::kAwait:
       return "await";
+    case CommandKind::kSum:
+      return "sum";
   }
   return "unknown";
 }
 
-// What a command moves: all that a launch may read and write, what a copy copies, nothing for a flag.
+// What a command moves: all that it may read and write, what a copy copies, nothing for a flag.
 uint64_t BytesOf(const Command& c) {
   if (c.kind == CommandKind::kCopy) return c.writes[0].bytes ? c.rows.count * RowBytes(c) : 0;
   uint64_t bytes = 0;
-  if (c.kind == CommandKind::kLaunch) {
+  if (Computes(c)) {
     for (const Range& r : c.reads) bytes += r.bytes;
     for (const Range& r : c.writes) bytes += r.bytes;
   }
@@ -232,7 +234,7 @@ nb::list RunTimes(int64_t plan_id, int device) {
     entry["operator"] = c.name;
     entry["kind"] = NameOf(c.kind);
     entry["stream"] = c.stream;
-    entry["device"] = c.kind == CommandKind::kLaunch ? 0 : c.target;
+    entry["device"] = Computes(c) ? 0 : c.target;
     entry["bytes"] = BytesOf(c);
     entry["begin_us"] = t.begin_us;
     entry["end_us"] = t.end_us;
@@ -394,8 +396,8 @@ NB_MODULE(_dispatch, m) {
         "Adds a program whose partitions are captures, by id.");
   m.def("run_times", &RunTimes, "plan"_a, "device"_a,
         "When the commands of a timed program's last run ran, once it is over: a list of dicts with the "
-        "operator, the kind (launch, copy, signal, await), the stream, the device that a copy writes to or a "
-        "flag is shared with, bytes, and begin_us and end_us from the start of the run.");
+        "operator, the kind (launch, copy, signal, await, sum), the stream, the device that a copy writes to "
+        "or a flag is shared with, bytes, and begin_us and end_us from the start of the run.");
   m.def("run_host", &RunHost, "plan"_a, "device"_a, "inputs"_a, "outputs"_a, "run_id"_a = 0,
         "Runs a host plan without XLA, on memory at these addresses.");
 

@@ -155,7 +155,7 @@ class Reader {
 
 Command GetCommand(Reader& in) {
   Command c;
-  c.kind = in.GetEnum("command kind", CommandKind::kAwait);
+  c.kind = in.GetEnum("command kind", CommandKind::kSum);
   c.stream = in.Get<uint32_t>("command stream");
   c.name = in.GetString("operator name");
   c.target = in.Get<uint32_t>("command target");
@@ -166,6 +166,7 @@ Command GetCommand(Reader& in) {
     c.rows.read_pitch = in.Get<uint64_t>("copy read pitch");
     c.rows.write_pitch = in.Get<uint64_t>("copy write pitch");
   }
+  if (c.kind == CommandKind::kSum) c.element = in.GetEnum("sum element", Element::kBFloat16);
   return c;
 }
 
@@ -277,6 +278,30 @@ Status CheckRows(const Command& c) {
   return {};
 }
 
+Status CheckSum(const Command& c) {
+  if (c.reads.size() < 2 || c.reads.size() > kMaxSummands || c.writes.size() != 1) {
+    return InvalidArgument("a sum reads 2 to ", kMaxSummands, " ranges and writes one, not ", c.reads.size(),
+                           " and ", c.writes.size());
+  }
+  for (const auto* ranges : {&c.reads, &c.writes}) {
+    for (const Range& r : *ranges) {
+      if (r.space != Space::kMemory) return InvalidArgument("a sum is of absolute addresses only");
+      if (r.bytes != c.writes[0].bytes)
+        return InvalidArgument("adds ", r.bytes, " bytes for a sum of ", c.writes[0].bytes);
+      if (r.offset % kSumBytes != 0 || r.bytes % kSumBytes != 0)
+        return InvalidArgument("the address or size of a summand is no multiple of ", kSumBytes);
+    }
+  }
+  const Range& total = c.writes[0];
+  for (const Range& r : c.reads) {
+    if (r.offset != total.offset && r.offset < total.offset + total.bytes &&
+        total.offset < r.offset + r.bytes) {
+      return InvalidArgument("the sum takes the place of a part of a summand");
+    }
+  }
+  return {};
+}
+
 Status CheckCommand(const Program& p, const Command& c, std::vector<bool>& recorded) {
   if (c.stream >= p.streams.size()) return InvalidArgument("stream ", c.stream, " of ", p.streams.size());
   for (const auto* ranges : {&c.reads, &c.writes}) {
@@ -309,6 +334,8 @@ Status CheckCommand(const Program& p, const Command& c, std::vector<bool>& recor
     case CommandKind::kSignal:
     case CommandKind::kAwait:
       return CheckFlag(p, c);
+    case CommandKind::kSum:
+      return CheckSum(c);
   }
   return InvalidArgument("command kind ", static_cast<int>(c.kind));
 }
@@ -357,6 +384,7 @@ std::string Encode(const Program& p) {
       out.Put(c.rows.read_pitch);
       out.Put(c.rows.write_pitch);
     }
+    if (c.kind == CommandKind::kSum) out.Put(c.element);
   });
   return std::move(out).Take();
 }

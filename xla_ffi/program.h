@@ -69,7 +69,12 @@ enum class CommandKind : uint8_t {
   kSignal =
       4,       // sets a flag in a device's memory once all before it on its stream is done, and visible there
   kAwait = 5,  // waits until a flag of the own memory is set, and clears it
+  kSum = 6,    // adds, element by element and in their order, in float32, and rounds once
 };
+
+// What a sum is of.
+enum class Element : uint8_t { kFloat32 = 0, kBFloat16 = 1 };
+inline constexpr size_t kNumElements = 2;
 
 // A copy of several rows, whose starts are `read_pitch` bytes apart at the source and `write_pitch` at the
 // destination. The command's ranges reach from the first byte of the first row to the last byte of the last.
@@ -89,10 +94,11 @@ struct Command {
   // kLaunch: the partition; kRecord, kWait: the event; kCopy, kSignal: the device whose memory it writes;
   // kAwait: the device that sets the flag.
   uint32_t target = 0;
-  std::vector<Range> reads;   // kCopy: exactly the source
+  std::vector<Range> reads;   // kCopy: exactly the source; kSum: what to add, also in peers' memory
   std::vector<Range> writes;  // kCopy: exactly the destination; kSignal: the flag; kAwait: the flag, and then
-                              // what peers have written by the time it is set
+                              // what peers have written by the time it is set; kSum: the result
   Rows rows;                  // kCopy only
+  Element element = Element::kFloat32;  // kSum only
 
   bool operator==(const Command&) const = default;
 };
@@ -106,6 +112,9 @@ inline uint64_t RowBytes(const Command& c) {
 inline bool IsEvent(const Command& c) {
   return c.kind == CommandKind::kRecord || c.kind == CommandKind::kWait;
 }
+inline bool IsSum(const Command& c) { return c.kind == CommandKind::kSum; }
+// Whether the command computes: it has a use for a multiprocessor.
+inline bool Computes(const Command& c) { return c.kind == CommandKind::kLaunch || IsSum(c); }
 // Whether the command is about a flag.
 inline bool IsFlag(const Command& c) {
   return c.kind == CommandKind::kSignal || c.kind == CommandKind::kAwait;
@@ -124,8 +133,10 @@ struct Program {
   bool operator==(const Program&) const = default;
 };
 
-inline constexpr uint32_t kProgramVersion = 4;
+inline constexpr uint32_t kProgramVersion = 5;
 inline constexpr uint64_t kFlagBytes = 4;
+inline constexpr uint64_t kSumBytes = 16;  // of which size and addresses of a sum are multiples
+inline constexpr size_t kMaxSummands = 16;
 inline constexpr uint32_t kMaxStreams = 64;  // a host stream is a thread
 
 // Fails with the field at fault for any bytes that Encode would not have written.

@@ -35,7 +35,7 @@ std::vector<bool> FlagsAlone(const Program& program) {
     const Command& c = program.commands[i];
     alone[i] = IsFlag(c) && program.streams[c.stream].sm_budget == 0;
     for (size_t k = 0; k < program.commands.size() && alone[i]; ++k) {
-      alone[i] = program.commands[k].kind != CommandKind::kLaunch || order.Ordered(i, k);
+      alone[i] = !Computes(program.commands[k]) || order.Ordered(i, k);
     }
   }
   return alone;
@@ -56,23 +56,20 @@ Memcpy3D CopyOf(const Command& c, DevicePtr dst, DevicePtr src) {
   return copy;
 }
 
-Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context, const Program& program,
-                                         const std::vector<Graph>& partitions, const Call& call,
-                                         Stopwatch* stopwatch) {
+Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context,
+                                         std::shared_ptr<const ExchangeKernels> kernels,
+                                         const Program& program, const std::vector<Graph>& partitions,
+                                         const Call& call, Stopwatch* stopwatch) {
   ProgramGraph result;
   result.driver_ = &driver;
   result.context_ = context;
+  result.kernels_ = std::move(kernels);
   Graph raw = nullptr;
   DYNAFLOW_CUDA(driver, GraphCreate, &raw, 0);
   result.graph_ = OwnedGraph(raw, {&driver});
 
   std::vector<bool> by_kernel(program.commands.size());  // flags that are, rather than by the driver
-  if (std::any_of(program.commands.begin(), program.commands.end(), IsFlag)) {
-    if (auto kernel = FlagKernel::Of(driver, context); kernel.ok()) {
-      result.flag_kernel_ = std::move(*kernel);
-      by_kernel = FlagsAlone(program);
-    }
-  }
+  if (result.kernels_) by_kernel = FlagsAlone(program);
 
   // What the next node of each stream has to follow, and what each event stands for: nodes take the place of
   // the moments in time that streams and events are about.
@@ -97,6 +94,7 @@ Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context, 
   for (size_t i = 0; i < program.commands.size(); i = next) {
     next = i + 1;
     const Command& c = program.commands[i];
+    const int priority = program.streams[c.stream].priority;
     Nodes& tail = tails[c.stream];
     GraphNode node = nullptr;
     Status added;
@@ -135,24 +133,37 @@ Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context, 
       case CommandKind::kSignal:
       case CommandKind::kAwait: {
         // Each node costs time of its own, so neighbours become one.
-        const auto neighbour = [&] {
-          return next < program.commands.size() && IsFlag(program.commands[next]) &&
-                 program.commands[next].stream == c.stream && by_kernel[next] == by_kernel[i];
+        const auto is_neighbour = [&](size_t k) {
+          return k < program.commands.size() && IsFlag(program.commands[k]) &&
+                 program.commands[k].stream == c.stream && by_kernel[k] == by_kernel[i];
         };
         if (by_kernel[i]) {
-          while (neighbour() && next - i < FlagKernel::kMaxFlags) ++next;
+          while (is_neighbour(next)) ++next;
           const std::span flags(&program.commands[i], next - i);
-          auto made = result.flag_kernel_->AddNode(raw, tail, flags);
+          const bool summed = next < program.commands.size() && program.commands[next].stream == c.stream &&
+                              IsSum(program.commands[next]);
+          const size_t with_sum = summed ? ExchangeKernels::FlagsAhead(flags) : 0;
+          const size_t alone = std::min(flags.size() - with_sum, ExchangeKernels::kMaxFlags);
+          next = alone ? i + alone : next + 1;
+          auto made = alone ? result.kernels_->AddFlags(raw, tail, flags.first(alone))
+                            : result.kernels_->AddSum(raw, tail, flags, program.commands[next - 1], priority);
           added = made.status();
           if (added.ok()) node = *made;
           break;
         }
         std::vector<MemOp> ops;
         AppendMemOps(c, ops);
-        while (neighbour() && ops.size() + 2 <= kMaxMemOps) AppendMemOps(program.commands[next++], ops);
+        while (is_neighbour(next) && ops.size() + 2 <= kMaxMemOps)
+          AppendMemOps(program.commands[next++], ops);
         const MemOpNodeParams params{context, static_cast<unsigned>(ops.size()), ops.data(), 0};
         added =
             driver.Check(driver.AddMemOpNode(&node, raw, tail.data(), tail.size(), &params), "AddMemOpNode");
+        break;
+      }
+      case CommandKind::kSum: {
+        auto made = result.kernels_->AddSum(raw, tail, {}, c, priority);
+        added = made.status();
+        if (added.ok()) node = *made;
         break;
       }
     }

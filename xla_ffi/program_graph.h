@@ -6,7 +6,7 @@
 
 #include "xla_ffi/cuda_driver.h"
 #include "xla_ffi/device.h"
-#include "xla_ffi/flag_kernel.h"
+#include "xla_ffi/exchange_kernels.h"
 #include "xla_ffi/stopwatch.h"
 
 namespace dynaflow::cuda {
@@ -16,9 +16,11 @@ Memcpy3D CopyOf(const Command& c, DevicePtr dst, DevicePtr src);
 
 class ProgramGraph {
  public:
+  // `kernels`: those of the context. Sums need them; without, all flags are the driver's operations.
   // `partitions`: the graph to launch for each command that launches one, null for the others.
   // `stopwatch`: whose events to record before and after each command; null: none.
-  static Result<ProgramGraph> Build(const Driver& driver, Context context, const Program& program,
+  static Result<ProgramGraph> Build(const Driver& driver, Context context,
+                                    std::shared_ptr<const ExchangeKernels> kernels, const Program& program,
                                     const std::vector<Graph>& partitions, const Call& call,
                                     Stopwatch* stopwatch = nullptr);
 
@@ -35,8 +37,8 @@ class ProgramGraph {
 
   const Driver* driver_ = nullptr;
   Context context_ = nullptr;
-  std::shared_ptr<const FlagKernel> flag_kernel_;  // outlives the graph
-  OwnedGraph graph_;                               // nodes are found through it
+  std::shared_ptr<const ExchangeKernels> kernels_;  // outlive the graph
+  OwnedGraph graph_;                                // nodes are found through it
   OwnedGraphExec exec_;
   std::vector<MovingCopy> moving_;
 };

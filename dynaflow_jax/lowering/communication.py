@@ -6,7 +6,6 @@ beside it. The additions of a reduction belong to whatever reads the sum, as par
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -92,7 +91,7 @@ class _Group:
         parts = tuple(self.builder.arrival(shape, self.builder.aval(value).dtype) for _ in range(self.size))
         exchange = Exchange(self.name, self.where, (value,), parts, (), self.axes, pattern)
         self.builder.exchange(exchange, self.after)
-        return Expr(parts, lambda *values: self.builder.read_once(parts, functools.reduce(combine, values)))
+        return self.builder.combined(parts, combine)
 
     def reshaped(self, value: int, shape: tuple[int, ...]) -> int:
         """A value in memory under another shape."""

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -17,8 +17,10 @@ import numpy as np
 from dynaflow_jax import compat
 from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.lowering.capture import captured, enclosed, tied
+from dynaflow_jax.runtime import program as wire
+from dynaflow_jax.runtime.arrivals import telling
 from dynaflow_jax.runtime.precedence import predecessors
-from dynaflow_jax.runtime.work import ALIGNMENT, Exchange, Operation, Partition, Pattern, Value, Where, Work
+from dynaflow_jax.runtime.work import ALIGNMENT, Exchange, Operation, Partition, Value, Where, Work
 
 IN_PLACE_BYTES = 8 << 20
 """Up to this size, what others computed is read in their memory if nothing runs beside its exchange.
@@ -120,6 +122,9 @@ class Builder:
         self._values: list[Value] = []
         self._ranks: dict[tuple[str, ...], int] = {}
         self._elsewhere: set[int] = set()  # values in the memory of other devices
+        self._lasting: set[int] = set()  # values that others read until this device's next run
+        self._sums: set[tuple[int, ...]] = set()  # what exchanges give to be added, and nothing else
+        self._summed: set[tuple[int, ...]] = set()  # of these, the ones whose exchange gives the sum, as the first
         self._outputs: list[tuple[int, tuple[tuple[int, int], ...]]] = []
         self._output_avals: list[Any] = []
         self.inputs = [self.value(aval, input=i) for i, aval in enumerate(avals)]
@@ -210,12 +215,22 @@ class Builder:
             self.scope = scope
             self.entries += rest
 
-    def read_once(self, parts: Sequence[int], value: Any) -> Any:
-        """A value computed from parts, kept apart from what reads it if parts lie in the memory of other devices.
+    def combined(self, parts: tuple[int, ...], combine: Callable[..., Any]) -> Expr:
+        """What ``combine`` makes of what an exchange gives, one part after the other.
 
-        Fused into several kernels it would be computed, and the parts fetched, by each of them.
+        It is kept apart from what reads it if parts lie in the memory of other devices: fused into several kernels it
+        would be computed, and the parts fetched, by each of them.
         """
-        return jax.lax.optimization_barrier(value) if self._elsewhere.intersection(parts) else value
+        if combine is jnp.add:
+            self._sums.add(parts)
+
+        def compute(*values: Any) -> Any:
+            if parts in self._summed:
+                return values[0]
+            value = functools.reduce(combine, values)
+            return jax.lax.optimization_barrier(value) if self._elsewhere.intersection(parts) else value
+
+        return Expr(parts, compute)
 
     # -- operations --------------------------------------------------------------------------------------------------
 
@@ -281,10 +296,10 @@ class Builder:
         kept = {self._base(value) for _, parts in self._outputs for value, _ in parts}
         joined = _coalesced(listed, self._base, kept)
         if self.in_place:
-            joined = self._read_in_place(joined, kept)
+            joined = self._summing(self._read_in_place(joined, kept))
         placed = self._placed(joined, donors)
         over = {value: self.inputs[donors[i]] for value, (i, _) in placed.items() if i in donors}
-        operations = tuple(self._compiled(operation, placed, over) for operation in joined)
+        operations = tuple(self._compiled(operation, placed.keys() | self._lasting, over) for operation in joined)
         used = {self._base(value) for operation in operations for value in (*operation.reads, *operation.writes)}
         if not all(self._values[i].size for i in used | kept):
             raise DynaFlowError("a value without elements has no address.")
@@ -298,6 +313,7 @@ class Builder:
             dict(self.mesh) if communicates else {},
             placed,
             donors,
+            frozenset(self._lasting),
         )
 
     def _donors(self, donated: Sequence[bool]) -> dict[int, int]:
@@ -321,10 +337,12 @@ class Builder:
     def _read_in_place(self, operations: Sequence[Task | Exchange], kept: set[int]) -> list[Task | Exchange]:
         """The operations, with small exchanges that nothing runs beside as mere permissions to read.
 
-        Only where a later exchange tells when all have read: a device that is through with a run begins the next one,
-        and its first partitions may have the memory of what others still read among their temporaries.
+        A later exchange tells when all have read. Without one, only the start of this plan's next run does: a device
+        that is through may begin a run of any plan, whose partitions have memory of the pool among their temporaries.
+        So what others read to the end lies in memory of its own.
         """
         before = predecessors(operations, self._base)
+        exchanges = [(i, operation) for i, operation in enumerate(operations) if isinstance(operation, Exchange)]
         found: list[Task | Exchange] = []
         for i, operation in enumerate(operations):
             if isinstance(operation, Exchange) and operation.is_apart:
@@ -336,22 +354,54 @@ class Builder:
                 source = self._base(operation.reads[0])
                 made_by = tuple(j for j, o in enumerate(operations) if isinstance(o, Task) and source in o.writes)
                 reading = sum(1 << j for j, o in enumerate(operations) if set(o.reads) & set(operation.writes)) | 1 << i
-                told = not kept.intersection(operation.writes) and any(
-                    isinstance(other, Exchange)
-                    and (other.axes == operation.axes and other.pattern is not Pattern.PERMUTE)
-                    and not reading & ~before[j]
-                    for j, other in enumerate(operations)
-                )
+                group_size = int(np.prod([self.mesh[axis] for axis in operation.axes], dtype=int))
+                told = next(telling(exchanges, before, reading, operation.axes, group_size), None) is not None
                 # Not an input: that is XLA's, which takes it back when this device is done.
-                if size <= IN_PLACE_BYTES and made_by and told and not any(beside):
+                can_stay = made_by and (told or self._can_place) and not kept.intersection(operation.writes)
+                if size <= IN_PLACE_BYTES and can_stay and not any(beside):
                     operation = dataclasses.replace(operation, in_place=True, after=(*operation.after, *made_by))
                     self._elsewhere.update(operation.writes)
+                    if not told:
+                        self._lasting.add(source)
             found.append(operation)
         return found
 
+    def _summing(self, operations: Sequence[Task | Exchange]) -> list[Task | Exchange]:
+        """The operations, with what is read in place only to be added as sums that exchanges give.
+
+        The executor waits for the others, reads and adds in one kernel, where XLA's addition would be one of its own.
+        """
+        dropped: dict[int, int] = {}  # from parts to the sum that takes their place
+        found: list[Task | Exchange] = []
+        for operation in operations:
+            if isinstance(operation, Exchange) and operation.in_place and self._can_sum(operation):
+                self._summed.add(operation.writes)
+                total, *others = operation.writes
+                dropped.update(dict.fromkeys(others, total))
+                operation = dataclasses.replace(operation, writes=(total,), sums=True)
+            elif isinstance(operation, Task) and dropped.keys() & set(operation.reads):
+                operation = _reading_sums(operation, dropped)
+            found.append(operation)
+        return found
+
+    def _can_sum(self, exchange: Exchange) -> bool:
+        part = self._values[exchange.writes[0]]
+        return (
+            exchange.writes in self._sums
+            and len(exchange.writes) <= wire.MAX_SUMMANDS
+            and part.dtype.name in wire.ELEMENTS
+            and part.dtype == self._avals[exchange.writes[0]].dtype
+            and part.size % wire.SUM_BYTES == 0
+        )
+
+    @property
+    def _can_place(self) -> bool:
+        """Whether partitions can write where they are told to."""
+        return self.platform == "cpu" or compat.WRITES_INTO_GIVEN_MEMORY
+
     def _placed(self, operations: Sequence[Task | Exchange], donors: Mapping[int, int]) -> dict[int, tuple[int, int]]:
         """The values that can be computed in an output's memory: which output, and the offset."""
-        if self.platform != "cpu" and not compat.WRITES_INTO_GIVEN_MEMORY:
+        if not self._can_place:
             return {}
         computed = {value for operation in operations if isinstance(operation, Task) for value in operation.writes}
         # XLA may give an output's memory to others as soon as this device is done, while another one still reads.
@@ -377,7 +427,7 @@ class Builder:
                 return False
         return False
 
-    def _compiled(self, operation: Task | Exchange, placed: Mapping[int, Any], over: Mapping[int, int]) -> Operation:
+    def _compiled(self, operation: Task | Exchange, placed: Set[int], over: Mapping[int, int]) -> Operation:
         if isinstance(operation, Exchange):
             return operation
         # Memory that is donated goes to the first result of its type that has none yet, operand by operand.
@@ -407,6 +457,17 @@ class Builder:
             tuple(over[i] if i in donated else None for i in into),
             () if self.platform == "cpu" else tuple(functools.partial(form.bytecode, of) for of in (enclosed, tied)),
         )
+
+
+def _reading_sums(task: Task, dropped: Mapping[int, int]) -> Task:
+    """A task that reads sums in place of parts, all of which it takes the first one's value for."""
+    reads = tuple(value for value in task.reads if value not in dropped)
+
+    def compute(*values: Any) -> Sequence[Any]:
+        found = dict(zip(reads, values, strict=True))
+        return task.compute(*(found[dropped.get(value, value)] for value in task.reads))
+
+    return dataclasses.replace(task, reads=reads, compute=compute)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ sent for it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 
 from dynaflow_jax.runtime.precedence import predecessors
 from dynaflow_jax.runtime.work import ALIGNMENT, Exchange, Partition, Pattern, Work
@@ -35,18 +36,43 @@ class _History:
             mask |= self.touching[value]
         return mask
 
+    def reading(self, i: int, exchange: Exchange) -> int:
+        """A bit mask of the operations during which others' memory is read, or what they have sent apart."""
+        return 1 << i if exchange.sums else self.readers(exchange)
+
     def heard(self, touching: int, axes: tuple[str, ...]) -> list[int]:
         """The exchanges after which a device knows that operations are over on all devices of its group."""
-        return [
-            k
-            for k, exchange in self.exchanges
-            if exchange.axes == axes and self.reaches_all(exchange) and not touching & ~self.before[k]
-        ]
+        return list(telling(self.exchanges, self.before, touching, axes, self.work.group_size(axes)))
 
     def reaches_all(self, exchange: Exchange) -> bool:
         """Whether every device of a group sends to every other one."""
-        swaps = set(exchange.pairs) == {(0, 1), (1, 0)} and self.work.group_size(exchange.axes) == 2
-        return exchange.pattern is not Pattern.PERMUTE or swaps
+        return _reaches_all(exchange, self.work.group_size(exchange.axes))
+
+
+def telling(
+    exchanges: Iterable[tuple[int, Exchange]],
+    before: Sequence[int],
+    done: int,
+    axes: tuple[str, ...],
+    group_size: int,
+) -> Iterator[int]:
+    """The exchanges after which a device knows that operations are over on all devices of its group.
+
+    Args:
+      exchanges: of a plan, with their indices among its operations.
+      before: by index, a bit mask of the operations that are over before one.
+      done: a bit mask of the operations in question.
+      axes: the mesh axes that span the group.
+      group_size: how many devices it has.
+    """
+    for k, exchange in exchanges:
+        if exchange.axes == axes and _reaches_all(exchange, group_size) and not done & ~before[k]:
+            yield k
+
+
+def _reaches_all(exchange: Exchange, group_size: int) -> bool:
+    swaps = set(exchange.pairs) == {(0, 1), (1, 0)} and group_size == 2
+    return exchange.pattern is not Pattern.PERMUTE or swaps
 
 
 def releases(work: Work) -> dict[int, int]:
@@ -58,8 +84,8 @@ def releases(work: Work) -> dict[int, int]:
     found = {}
     for i, exchange in history.exchanges:
         if exchange.in_place:
-            later = history.heard(history.readers(exchange), exchange.axes)
-            kept = history.kept & set(exchange.writes)
+            later = history.heard(history.reading(i, exchange), exchange.axes)
+            kept = history.kept & set(exchange.writes) and not exchange.sums
             found[i] = len(work.operations) if kept or not later else later[0]
     return found
 
@@ -77,9 +103,9 @@ def dead_before(work: Work) -> list[list[int]]:
     touching = dict(history.touching)
     released = releases(work)
     for i, exchange in reversed(history.exchanges):
-        if exchange.is_apart:
+        if exchange.is_apart or exchange.sums:
             source = work.base(exchange.reads[0])[0]
-            touching[source] |= history.readers(exchange) | 1 << released.get(i, i)
+            touching[source] |= history.reading(i, exchange) | 1 << released.get(i, i)
     partitions = [(i, op) for i, op in enumerate(work.operations) if isinstance(op, Partition)]
     computed_on = {value: op.where.stream for _, op in partitions for value in op.writes}
     dead: list[list[int]] = [[] for _ in work.operations]
@@ -151,7 +177,7 @@ def layout(work: Work) -> Layout:
     for i, exchange in history.exchanges:
         flags[i] = num_flags
         num_flags += work.group_size(exchange.axes)
-        if exchange.in_place:
+        if exchange.in_place and not exchange.sums:
             continue
         needed = slot_size(work, exchange) * (len(exchange.writes) - 1 if exchange.is_apart else 1)
         # Whoever gets nothing in a permutation has zeros, in memory that nobody writes to. And if nothing reads what

@@ -34,10 +34,10 @@ class Ran:
 
     Attributes:
       operator: the operators that it belongs to.
-      kind: ``"launch"``, ``"copy"``, ``"signal"`` or ``"await"``.
+      kind: ``"launch"``, ``"copy"``, ``"signal"``, ``"await"`` or ``"sum"``.
       stream: the name of its stream.
       to_peer: whether it copies to another device.
-      bytes: what it reads and writes, for a launch; what it copies, for a copy.
+      bytes: what it reads and writes, for a launch or sum; what it copies, for a copy.
       begin_us: when it began, in microseconds from the start of the run.
       end_us: when it ended.
     """

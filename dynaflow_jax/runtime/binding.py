@@ -113,6 +113,7 @@ class Binding(abc.ABC):
                 self._address[i] = self.place(value.constant)
             elif value.rank is not None:
                 self._address[i] = self.place(np.int32(self._position(value.rank)))
+        self._summands: dict[int, list[wire.Range]] = {}  # by exchange, in the memory of all devices of the group
         self._released = releases(work)
         self._dead = dead_before(work)
 
@@ -170,11 +171,11 @@ class Binding(abc.ABC):
         return self._address[base] + offset
 
     def places(self, partition: Partition) -> dict[int, int]:
-        """The addresses that a partition's placed values are to have: in outputs, or in memory to copy them from."""
+        """The addresses that a partition's placed values are to have: in outputs, or in memory of the program's own."""
         found = {}
         for value, over in zip(partition.placed, partition.over, strict=True):
-            output, offset = self.work.placed[value]
-            address = self._outputs[output]
+            output, offset = self.work.placed.get(value, (None, 0))
+            address = None if output is None else self._outputs[output]
             if over is not None:  # of an input that its output takes the memory of, or that was copied from there
                 found[value] = self.at(over)
             elif address is not None:
@@ -327,10 +328,14 @@ class Binding(abc.ABC):
                 self.assign(value, self.allocate(self.work.values[value].size))
             return
         group, me = self._group(exchange)
+        offset = self._sent(exchange)[0] * me
+        if exchange.sums:
+            addresses = [others[rank].at(exchange.reads[0]) + offset for rank in group]
+            size = self.work.values[exchange.writes[0]].size
+            self._summands[index] = [wire.Range(wire.MEMORY, 0, address, size) for address in addresses]
         if not exchange.is_apart:
             self.assign(exchange.writes[0], self._arrival(group[me], index, 0, me))
             return
-        offset = self._sent(exchange)[0] * me
         for sender, value in enumerate(exchange.writes):
             if sender == me or exchange.in_place:
                 self.assign(value, others[group[sender]].at(exchange.reads[0]) + offset)
@@ -435,12 +440,19 @@ class Binding(abc.ABC):
             commands.append(self._signal(stream, name, group[receiver], first + me))
         senders = [sender for sender in senders if sender != me]
         for sender in senders:
-            if exchange.in_place:
+            if exchange.sums:
+                arrived = self._summands[index][sender]
+            elif exchange.in_place:
                 arrived = self._range(exchange.writes[sender])
             else:
                 arrived = wire.Range(wire.MEMORY, 0, self._arrival(group[me], index, sender, me), arriving)
             released = self._released_by(index) if sender == senders[-1] else ()
             commands.append(self._await(stream, name, group[sender], first + sender, (arrived, *released)))
+        if exchange.sums:
+            (value,) = exchange.writes
+            element = wire.ELEMENTS[self.work.values[value].dtype.name]
+            parts, total = tuple(self._summands[index]), (self._range(value),)
+            commands.append(wire.Command(wire.SUM, stream, name, 0, parts, total, element=element))
         return commands
 
 

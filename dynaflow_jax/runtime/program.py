@@ -7,7 +7,14 @@ import struct
 from collections.abc import Iterable, Sequence
 
 MEMORY, INPUT, OUTPUT = range(3)
-LAUNCH, COPY, RECORD, WAIT, SIGNAL, AWAIT = range(6)
+LAUNCH, COPY, RECORD, WAIT, SIGNAL, AWAIT, SUM = range(7)
+ELEMENTS = {"float32": 0, "bfloat16": 1}
+"""What a sum can be of."""
+
+SUM_BYTES = 16
+"""Of which the size and the addresses of a sum are multiples."""
+
+MAX_SUMMANDS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +42,8 @@ class Range:
 class Command:
     """One command on a stream; ``target`` is a partition, an event or a device, by kind (see ``xla_ffi/README.md``).
 
-    ``rows`` are those of a copy: how many, and how many bytes their starts lie apart at the source and destination.
+    ``rows`` are those of a copy: how many, and how many bytes their starts lie apart at the source and destination;
+    ``element`` is that of a sum.
     """
 
     kind: int
@@ -45,12 +53,14 @@ class Command:
     reads: tuple[Range, ...] = ()
     writes: tuple[Range, ...] = ()
     rows: tuple[int, int, int] = (1, 0, 0)
+    element: int = 0
 
     def encode(self) -> bytes:
         """The command's bytes."""
         head = struct.pack("<BI", self.kind, self.stream) + _string(self.operator) + struct.pack("<I", self.target)
-        rows = struct.pack("<IQQ", *self.rows) if self.kind == COPY else b""
-        return head + _list(r.encode() for r in self.reads) + _list(r.encode() for r in self.writes) + rows
+        tail = struct.pack("<IQQ", *self.rows) if self.kind == COPY else b""
+        tail += struct.pack("<B", self.element) if self.kind == SUM else b""
+        return head + _list(r.encode() for r in self.reads) + _list(r.encode() for r in self.writes) + tail
 
 
 @dataclasses.dataclass(frozen=True)

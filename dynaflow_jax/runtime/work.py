@@ -131,6 +131,7 @@ class Exchange:
       pattern: who gets what.
       pairs: for a permutation, senders and receivers by position in the group.
       in_place: whether nothing is sent: what the others computed is read in their memory.
+      sums: whether it is read right away, to be added: then the only value that is given is the sum.
       rows: of each part that is sent.
     """
 
@@ -143,6 +144,7 @@ class Exchange:
     pattern: Pattern
     pairs: tuple[tuple[int, int], ...] = ()
     in_place: bool = False
+    sums: bool = False
     rows: Rows = Rows()
 
     @property
@@ -153,7 +155,7 @@ class Exchange:
     @property
     def copies_own(self) -> bool:
         """Whether a device copies its own part to its place among those that arrive."""
-        return self.pattern is not Pattern.PERMUTE and not self.is_apart
+        return self.pattern is not Pattern.PERMUTE and not self.is_apart and not self.sums
 
 
 Operation = Partition | Exchange
@@ -175,6 +177,8 @@ class Work:
       placed: from values that are computed and given as they are to the output that each is a part of, and the offset:
         they can be written there at once.
       donors: from outputs to the inputs whose memory they take.
+      lasting: the values that are computed in memory which the plan uses for nothing else: others may still read them
+        when this device begins its next run, of whatever plan.
     """
 
     name: str
@@ -186,6 +190,7 @@ class Work:
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     placed: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     donors: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    lasting: frozenset[int] = frozenset()
 
     @property
     def participants(self) -> int:

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <sstream>
 #include <tuple>
 
 #include "xla_ffi/executor.h"
@@ -21,6 +22,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
+using ::testing::SizeIs;
 using ::testing::StartsWith;
 
 // attention on stream 0, ffn on stream 1 after it, a copy out on stream 0 after that.
@@ -419,7 +421,7 @@ TEST_F(CudaDeviceTest, AKernelSetsAndAwaitsFlagsWhereNothingElseComputes) {
   ASSERT_TRUE(Run().ok());
   const auto& n = fake_.NodesOf(fake_.launched());
   ASSERT_EQ(n.size(), 4u);
-  EXPECT_EQ(fake_.Node(n[1]).flags, "set 28672 set 28676 ; wait 24576 ; set 28680 ");
+  EXPECT_EQ(fake_.Node(n[1]).does, "set 28672 set 28676 ; wait 24576 ; set 28680 ");
   EXPECT_THAT(fake_.Node(n[1]).after, ElementsAre(n[0]));
   EXPECT_THAT(fake_.Node(n[2]).after, ElementsAre(n[0], n[1]));
   EXPECT_EQ(Show(fake_.Node(n[3]).ops), " write 28684 1") << "'b' may want the place of a kernel";
@@ -454,6 +456,202 @@ TEST_F(CudaDeviceTest, StreamsWithABudgetOfSmsAwaitFlagsWithoutAKernel) {
   ASSERT_TRUE(Make(program, {}, {0, 1}).ok());
   ASSERT_TRUE(Run().ok());
   EXPECT_THAT(fake_.TakeLog(), Not(Contains(StartsWith("AddKernelNode"))));
+}
+
+const Range kTotal = Memory(0xb000, 64);
+const std::vector<Range> kParts = {Memory(0x8000, 64), Memory(0x9000, 64)};
+const std::string kAdds = "add 32768 add 36864 into 45056, 64 bytes of float32";
+
+// Adds what this device and another one have made.
+ProgramBuilder AllReduce() {
+  ProgramBuilder b(2);
+  b.Devices(2).Launch(0, "makes", {}, {kParts[0]}).Signal(0, "made", Flag(0x7000), 1);
+  b.Await(0, "made", Flag(0x6000), 1, {kParts[1]}).Sum(0, "sum", kTotal, kParts).Launch(0, "takes", {kTotal});
+  return b;
+}
+
+TEST_F(CudaDeviceTest, ASumAndTheFlagsAheadOfItAreOneNode) {
+  ASSERT_TRUE(Make(AllReduce(), {}, {0, 1}).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_EQ(executor_->Mode(), "one graph");
+  const auto& n = fake_.NodesOf(fake_.launched());
+  ASSERT_EQ(n.size(), 3u);
+  EXPECT_EQ(fake_.Node(n[1]).does, "set 28672 wait 24576 " + kAdds);
+  EXPECT_THAT(fake_.Node(n[1]).after, ElementsAre(n[0]));
+  EXPECT_THAT(fake_.Node(n[2]).after, ElementsAre(n[1]));
+}
+
+TEST_F(CudaDeviceTest, ASumHasBlocksForItsSizeAndTheDevice) {
+  const auto blocks = [&](uint64_t bytes) {
+    EXPECT_TRUE(Make(ProgramBuilder(1).Sum(0, "sum", Memory(1ull << 32, bytes),
+                                           {Memory(1ull << 33, bytes), Memory(1ull << 34, bytes)},
+                                           Element::kBFloat16))
+                    .ok());
+    EXPECT_TRUE(Run().ok());
+    const cuda::FakeNode& node = fake_.Node(fake_.NodesOf(fake_.launched())[0]);
+    EXPECT_THAT(node.does, HasSubstr(StrCat(", ", bytes, " bytes of bfloat16")));
+    return node.grid;
+  };
+  EXPECT_EQ(blocks(0), 1u);
+  EXPECT_EQ(blocks(16 * 512), 1u);
+  EXPECT_EQ(blocks(16 * 512 + 16), 2u);
+  EXPECT_EQ(blocks(1 << 30), 2 * fake_.sms) << "half of what has a place at once";
+}
+
+TEST_F(CudaDeviceTest, OnlySignalsAndAwaitsBehindThemArePartOfASum) {
+  const auto nodes = [&](const ProgramBuilder& b) {
+    EXPECT_TRUE(Make(b, {}, {0, 1}).ok());
+    EXPECT_TRUE(Run().ok());
+    std::vector<std::string> does;
+    for (cuda::GraphNode node : fake_.NodesOf(fake_.launched())) does.push_back(fake_.Node(node).does);
+    return does;
+  };
+  ProgramBuilder mixed(1);
+  mixed.Devices(2).Await(0, "a", Flag(0x6000), 1).Signal(0, "b", Flag(0x7000), 1);
+  mixed.Await(0, "c", Flag(0x6004), 1).Sum(0, "sum", kTotal, kParts);
+  EXPECT_THAT(nodes(mixed), ElementsAre("wait 24576 ", "set 28672 wait 24580 " + kAdds));
+
+  ProgramBuilder signals(1);
+  signals.Devices(2).Await(0, "a", Flag(0x6000), 1).Signal(0, "b", Flag(0x7000), 1);
+  signals.Sum(0, "sum", kTotal, kParts).Await(0, "c", Flag(0x6004), 1);
+  EXPECT_THAT(nodes(signals), ElementsAre("wait 24576 ", "set 28672 " + kAdds, "wait 24580 "));
+
+  ProgramBuilder apart(1);
+  apart.Devices(2).Await(0, "a", Flag(0x6000), 1).Record(0, 0).Sum(0, "sum", kTotal, kParts);
+  EXPECT_THAT(nodes(apart), ElementsAre("wait 24576 ", kAdds))
+      << "whoever waits for the event need not wait for the sum";
+}
+
+TEST_F(CudaDeviceTest, ASumTakes32FlagsOfAKind) {
+  const auto flags = [&](int signals, int awaits) {
+    ProgramBuilder b(1);
+    b.Devices(2);
+    for (int i = 0; i < signals; ++i) b.Signal(0, "s", Flag(0x7000 + 4 * i), 1);
+    for (int i = 0; i < awaits; ++i) b.Await(0, "w", Flag(0x6000 + 4 * i), 1);
+    b.Sum(0, "sum", kTotal, kParts);
+    EXPECT_TRUE(Make(b, {}, {0, 1}).ok());
+    EXPECT_TRUE(Run().ok());
+    std::vector<std::pair<int, int>> found;  // signals and awaits of each node
+    for (cuda::GraphNode node : fake_.NodesOf(fake_.launched())) {
+      std::istringstream words(fake_.Node(node).does);
+      auto& [set, wait] = found.emplace_back();
+      for (std::string word; words >> word;) {
+        set += word == "set";
+        wait += word == "wait";
+      }
+    }
+    return found;
+  };
+  using Nodes = std::vector<std::pair<int, int>>;
+  EXPECT_EQ(flags(32, 32), (Nodes{{32, 32}}));
+  EXPECT_EQ(flags(33, 32), (Nodes{{1, 0}, {32, 32}}));
+  EXPECT_EQ(flags(40, 40), (Nodes{{32, 0}, {8, 8}, {0, 32}})) << "32 flags of the rest, and the rest of it";
+}
+
+TEST_F(CudaDeviceTest, ASumBesideWhichSomethingIsComputedAwaitsNothingItself) {
+  const auto check = [&](const Program& program) {
+    ASSERT_TRUE(Make(program, {}, {0, 1}).ok());
+    ASSERT_TRUE(Run().ok());
+    const auto& n = fake_.NodesOf(fake_.launched());
+    const auto sum =
+        std::find_if(n.begin(), n.end(), [&](auto node) { return fake_.Node(node).does == kAdds; });
+    ASSERT_NE(sum, n.end());
+    ASSERT_THAT(fake_.Node(*sum).after, SizeIs(1));
+    EXPECT_EQ(Show(fake_.Node(fake_.Node(*sum).after[0]).ops), " write 28672 1 wait 24576 1 write 24576 0");
+  };
+  check(AllReduce().Launch(1, "beside"));
+  check(AllReduce().Sum(1, "beside", Memory(0xc000, 64), {Memory(0xd000, 64), Memory(0xe000, 64)}));
+  Program budget = AllReduce();
+  budget.streams[0].sm_budget = 16;
+  check(budget);
+}
+
+TEST_F(CudaDeviceTest, FlagsBesideASumAreTheDriversOperations) {
+  ASSERT_TRUE(Make(AllReduce().Await(1, "beside", Flag(0x6004), 1), {}, {0, 1}).ok());
+  ASSERT_TRUE(Run().ok());
+  const auto& n = fake_.NodesOf(fake_.launched());
+  EXPECT_EQ(Show(fake_.Node(n.back()).ops), " wait 24580 1 write 24580 0");
+}
+
+TEST_F(CudaDeviceTest, ASumHasThePriorityOfItsStream) {
+  Program program = AllReduce();
+  const auto priority = [&] {
+    EXPECT_TRUE(Make(program, {}, {0, 1}).ok());
+    EXPECT_TRUE(Run().ok());
+    return fake_.Node(fake_.NodesOf(fake_.launched())[1]).priority;
+  };
+  EXPECT_EQ(priority(), 0);
+  program.streams[0].priority = -3;
+  EXPECT_EQ(priority(), -3);
+}
+
+TEST_F(CudaDeviceTest, AddsOnStreams) {
+  ASSERT_TRUE(Make(AllReduce(), {.one_graph = false}, {0, 1}).ok());
+  ASSERT_TRUE(Run().ok());
+  auto log = fake_.TakeLog();
+  std::erase_if(log, [](const std::string& line) { return line.find("Event") != std::string::npos; });
+  EXPECT_THAT(log, ElementsAre("GraphLaunch exec(g0) s0", "StreamWriteValue s0 28672 1",     //
+                               "StreamWaitValue s0 24576 1", "StreamWriteValue s0 24576 0",  //
+                               "LaunchKernel 1 s0 " + kAdds, "GraphLaunch exec(g1) s0"));
+
+  ASSERT_TRUE(Make(AllReduce(), {.blocking = true}, {0, 1}).ok());
+  fake_.FailOn("StreamSynchronize", cuda::FakeDriver::kBroken, /*skip=*/3);
+  EXPECT_THAT(Run().message(), HasSubstr("operator 'sum' (command 3): StreamSynchronize failed"));
+  EXPECT_THAT(fake_.TakeLog(), Contains(HasSubstr(kAdds)));
+}
+
+TEST_F(CudaDeviceTest, AFailedSumNamesItsOperator) {
+  ASSERT_TRUE(Make(AllReduce(), {.one_graph = false}, {0, 1}).ok());
+  fake_.FailOn("LaunchKernel");
+  EXPECT_THAT(Run().message(), HasSubstr("operator 'sum' (command 3): LaunchKernel failed"));
+  fake_.Heal();
+  Program program = AllReduce();
+  program.streams[0].priority = -1;
+  for (const char* call : {"AddKernelNode", "KernelNodeSetAttribute"}) {
+    ASSERT_TRUE(Make(program, {}, {0, 1}).ok());
+    fake_.FailOn(call);
+    ASSERT_TRUE(Run().ok());
+    EXPECT_THAT(executor_->Mode(),
+                AllOf(HasSubstr("operator 'made' (command 1)"), HasSubstr(StrCat(call, " failed"))));
+    EXPECT_THAT(fake_.TakeLog(), Contains(HasSubstr(kAdds))) << "command by command it can be done";
+    fake_.Heal();
+  }
+}
+
+TEST_F(CudaDeviceTest, ASumWantsItsKernel) {
+  for (bool one_graph : {false, true}) {
+    for (const char* call : {"ModuleLoad", "ModuleGetFunction"}) {
+      executor_ = nullptr;
+      fake_.FailOn(call);
+      EXPECT_THAT(Make(AllReduce(), {.one_graph = one_graph}, {0, 1}).message(),
+                  AllOf(StartsWith("program 'test': "), HasSubstr(StrCat(call, " failed"))));
+      fake_.Heal();
+    }
+  }
+  driver_.AddKernelNode = nullptr;
+  EXPECT_THAT(Make(AllReduce(), {}, {0, 1}).message(),
+              HasSubstr("operator 'sum' (command 3) needs cuGraphAddKernelNode_v2"));
+}
+
+TEST_F(CudaDeviceTest, KernelsAreLoadedBeforeTheFirstRun) {
+  for (const ProgramBuilder& b : {AllReduce(), FlagsBetweenLaunches()}) {
+    ASSERT_TRUE(Make(b, {}, {0, 1}).ok());
+    ASSERT_TRUE(Run().ok());
+    EXPECT_THAT(fake_.TakeLog(), Not(Contains(StartsWith("Module"))));
+  }
+}
+
+TEST_F(CudaDeviceTest, ASumReachesTheMemoryOfAllDevices) {
+  const Program program = ProgramBuilder(1)
+                              .Devices(3)
+                              .Await(0, "made", Flag(0x6000), 2, {kParts[1]})
+                              .Sum(0, "sum", kTotal, kParts);
+  for (int skip : {0, 1}) {
+    fake_.FailOn("EnablePeerAccess", cuda::FakeDriver::kBroken, skip);
+    EXPECT_THAT(Make(program, {}, {0, 1, 2}).message(), HasSubstr("EnablePeerAccess failed"));
+  }
+  fake_.FailOn("EnablePeerAccess", cuda::kErrorPeerAccessUnsupported);
+  EXPECT_TRUE(Make(program, {}, {0, 1, 2}).ok()) << "it may add what is in this device's memory";
 }
 
 TEST_F(CudaDeviceTest, FallsBackToStreamsWithFlags) {
@@ -599,6 +797,21 @@ TEST_F(CudaDeviceTest, FlagsOfOneNodeHaveOneTime) {
   ASSERT_TRUE(Make(b, {.one_graph = false, .timed = true}, {0, 1}).ok());
   ASSERT_TRUE(Run().ok());
   EXPECT_THAT(Shown(*executor_, executor_->Times()), ElementsAre("a 0-1", "x 1-2", "y 2-4", "b 4-5"));
+}
+
+TEST_F(CudaDeviceTest, ASumSharesItsTimeWithItsFlags) {
+  ASSERT_TRUE(Make(AllReduce(), {.timed = true}, {0, 1}).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_THAT(Shown(*executor_, executor_->Times()),
+              ElementsAre("makes 0-1", "made 1-2", "made 1-2", "sum 1-2", "takes 2-3"));
+  ASSERT_TRUE(Make(AllReduce().Launch(1, "beside"), {.timed = true}, {0, 1}).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_THAT(Shown(*executor_, executor_->Times()),
+              ElementsAre("makes 0-1", "made 1-2", "made 1-2", "sum 2-3", "takes 3-4", "beside 0-5"));
+  ASSERT_TRUE(Make(AllReduce(), {.one_graph = false, .timed = true}, {0, 1}).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_THAT(Shown(*executor_, executor_->Times()),
+              ElementsAre("makes 0-1", "made 1-2", "made 2-4", "sum 4-5", "takes 5-6"));
 }
 
 TEST_F(CudaDeviceTest, SaysWhyThereAreNoTimes) {

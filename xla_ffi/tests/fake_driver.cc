@@ -64,18 +64,39 @@ struct FakeCalls {
     fake->graphs_[graph].push_back(handle);
     return handle;
   }
-  // What a flag kernel would do.
-  static std::string FlagsOf(const KernelNodeParams& params) {
-    const auto* addresses = static_cast<const uint64_t*>(params.params[0]);
-    const auto* kinds = static_cast<const uint32_t*>(params.params[1]);
+  // What a kernel of our own would do; empty for another one.
+  static std::string Does(Function function, unsigned threads, void** params) {
+    const std::string name = fake->NameOf(function);
+    if (name == "dynaflow_flags") return Flags(threads, params);
+    if (name == "dynaflow_sum_float32") return Sum("float32", params);
+    if (name == "dynaflow_sum_bfloat16") return Sum("bfloat16", params);
+    return {};
+  }
+  // Groups of flags, one after the other.
+  static std::string Flags(unsigned threads, void** params) {
+    const auto* addresses = static_cast<const uint64_t*>(params[0]);
+    const auto* kinds = static_cast<const uint32_t*>(params[1]);
     std::string text;
-    for (uint32_t group = 0; group < *static_cast<const uint32_t*>(params.params[2]); ++group) {
+    for (uint32_t group = 0; group < *static_cast<const uint32_t*>(params[2]); ++group) {
       text += group ? "; " : "";
-      for (unsigned i = 0; i < params.block_x; ++i) {
+      for (unsigned i = 0; i < threads; ++i) {
         if (kinds[i] / 2 == group) text += StrCat(kinds[i] % 2 ? "wait " : "set ", addresses[i], " ");
       }
     }
     return text;
+  }
+  static std::string Sum(const char* element, void** params) {
+    const auto number = [&](int i) { return *static_cast<const uint64_t*>(params[i]); };
+    const auto each = [&](const char* before, int i) {
+      const auto* addresses = static_cast<const uint64_t*>(params[i]);
+      std::string text;
+      for (uint32_t k = 0; k < *static_cast<const uint32_t*>(params[i + 1]); ++k) {
+        text += StrCat(before, addresses[k], " ");
+      }
+      return text;
+    };
+    return StrCat(each("set ", 4), each("wait ", 6), each("add ", 2), "into ", number(0), ", ", number(1),
+                  " bytes of ", element);
   }
   // Its nodes one after the other.
   static void Execute(Graph graph) {
@@ -197,7 +218,9 @@ struct FakeCalls {
     d.AddKernelNode = [](GraphNode* node, Graph graph, const GraphNode* after, size_t count,
                          const KernelNodeParams* params) {
       if (int error = fake->Call("AddKernelNode", params->function)) return error;
-      *node = AddNode(graph, {.after = {after, after + count}, .flags = FlagsOf(*params)});
+      *node = AddNode(graph, {.after = {after, after + count},
+                              .does = Does(params->function, params->block_x, params->params),
+                              .grid = params->grid_x});
       return kSuccess;
     };
 
@@ -227,14 +250,17 @@ struct FakeCalls {
       AddCaptured(s, {.type = kNodeMemset, .memset = {dst, pitch, value, 4, width, height}});
       return fake->Call("MemsetD2D32Async", s);
     };
-    d.LaunchKernel = [](const LaunchConfig* config, Function, void**, void**) {
-      FakeNode node{.grid = config->grid_x};
+    d.LaunchKernel = [](const LaunchConfig* config, Function function, void** params, void**) {
+      ++fake->now_us_;
+      const std::string does = Does(function, config->block_x, params);
+      FakeNode node{.does = does, .grid = config->grid_x};
       for (unsigned i = 0; i < config->num_attributes; ++i) {
         const LaunchAttribute& a = config->attributes[i];
         if (a.id == kAttributeClusterDimension) node.cluster = a.value.cluster.x;
       }
       AddCaptured(config->stream, std::move(node));
-      return fake->Call("LaunchKernel", config->grid_x, config->stream);
+      if (does.empty()) return fake->Call("LaunchKernel", config->grid_x, config->stream);
+      return fake->Call("LaunchKernel", config->grid_x, config->stream, does);
     };
 
     d.GraphCreate = [](Graph* graph, unsigned) {

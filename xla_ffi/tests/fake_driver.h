@@ -17,7 +17,7 @@ struct FakeNode {
   Memcpy3D copy{};
   MemsetNodeParams memset{};
   std::vector<MemOp> ops;
-  std::string flags;  // of a flag kernel: what its groups do, one after the other
+  std::string does;  // of a kernel of our own
   Event event = nullptr;
   unsigned grid = 1;
   unsigned cluster = 0;

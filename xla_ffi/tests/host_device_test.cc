@@ -90,6 +90,81 @@ TEST(HostDevice, CopiesRows) {
   EXPECT_THAT(to, ElementsAre(1, 0, 0, 3, 0, 0, 5, 0));
 }
 
+// Adds numbers, each repeated over the length of a sum.
+template <typename T>
+T SumOnHost(std::vector<T> numbers, Element element) {
+  using Part = std::array<T, kSumBytes / sizeof(T)>;
+  struct alignas(kSumBytes) Aligned {
+    Part part;
+  };
+  std::vector<Aligned> parts(numbers.size() + 1);
+  std::vector<Range> reads;
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    parts[i].part.fill(numbers[i]);
+    reads.push_back(Memory(&parts[i], kSumBytes));
+  }
+  Part& total = parts.back().part;
+  const Program p = ProgramBuilder(1).Sum(0, "sum", Memory(&total, kSumBytes), std::move(reads), element);
+  EXPECT_TRUE(Validate(p).ok()) << Validate(p).message();
+  EXPECT_TRUE(OnHost(p, {})->Run({}).ok());
+  EXPECT_EQ(std::count(total.begin(), total.end(), total[0]), std::ssize(total)) << "the same numbers, added";
+  return total[0];
+}
+
+TEST(HostDevice, AddsFloat32InOrder) {
+  const auto sum = [](std::vector<float> numbers) {
+    return SumOnHost(std::move(numbers), Element::kFloat32);
+  };
+  EXPECT_EQ(sum({1.5f, -4}), -2.5f);
+  EXPECT_EQ(sum({1e8f, -1e8f, 1}), 1.0f);
+  EXPECT_EQ(sum({1e8f, 1, -1e8f}), 0.0f);
+  EXPECT_EQ(sum(std::vector<float>(kMaxSummands, 0.5f)), 8.0f);
+}
+
+TEST(HostDevice, AddsBFloat16InFloat32AndRoundsOnce) {
+  const auto sum = [](std::vector<uint16_t> numbers) {
+    return SumOnHost(std::move(numbers), Element::kBFloat16);
+  };
+  constexpr uint16_t kOne = 0x3f80, kAfterOne = 0x3f81;
+  constexpr uint16_t kHalfway = 0x3b80;  // from the one to the other
+  EXPECT_EQ(sum({kOne, kOne}), 0x4000);
+  EXPECT_EQ(sum({kOne, kHalfway}), kOne) << "of two that are equally near, the even one";
+  EXPECT_EQ(sum({kAfterOne, kHalfway}), 0x3f82);
+  EXPECT_EQ(sum({0xbf81, 0xbb80}), 0xbf82);
+  EXPECT_EQ(sum({kOne, kHalfway, 0x3400}), kAfterOne) << "just above the middle";
+  EXPECT_EQ(sum({kOne, kHalfway, kHalfway}), kAfterOne) << "rounded twice it would be one";
+  constexpr uint16_t kMost = 0x7f7f, kInfinity = 0x7f80, kNaN = 0x7fff;
+  EXPECT_EQ(sum({kMost, 0x7b00}), kInfinity) << "the middle between the largest number and the next";
+  EXPECT_EQ(sum({kMost, 0x7a80}), kMost);
+  EXPECT_EQ(sum({kMost, kMost, 0xff7f}), kInfinity);
+  EXPECT_EQ(sum({kInfinity, kOne}), kInfinity);
+  EXPECT_EQ(sum({kInfinity, 0xff80}), kNaN);
+  EXPECT_EQ(sum({kOne, 0x7f81}), kNaN) << "whatever the NaN";
+  EXPECT_EQ(sum({0xffff, kOne}), kNaN);
+}
+
+TEST(HostDevice, ASumMayTakeThePlaceOfASummand) {
+  alignas(kSumBytes) std::array<float, 8> a, b;
+  a.fill(2);
+  std::iota(b.begin(), b.end(), 0.0f);
+  const auto program = OnHost(
+      ProgramBuilder(1).Sum(0, "sum", Memory(&b, sizeof b), {Memory(&a, sizeof a), Memory(&b, sizeof b)}),
+      {});
+  ASSERT_TRUE(program->Run({}).ok());
+  EXPECT_THAT(b, ElementsAre(2, 3, 4, 5, 6, 7, 8, 9));
+}
+
+TEST(HostDevice, TakesTheTimeOfASum) {
+  alignas(kSumBytes) std::array<float, 4> a{}, b{};
+  const auto program = OnHost(
+      ProgramBuilder(1).Sum(0, "sum", Memory(&b, 16), {Memory(&a, 16), Memory(&b, 16)}), {}, /*timed=*/true);
+  ASSERT_TRUE(program->Run({}).ok());
+  const auto times = program->Times();
+  ASSERT_TRUE(times.ok()) << times.status().message();
+  ASSERT_EQ(times.value().size(), 1u);
+  EXPECT_LE(times.value()[0].begin_us, times.value()[0].end_us);
+}
+
 TEST(HostDevice, RunsAProgram) {
   TwoBranches program;
   for (int i = 0; i < 200; ++i) ASSERT_TRUE(program.RunAndCheck(i));

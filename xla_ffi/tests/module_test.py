@@ -3,6 +3,8 @@
 import functools
 import gc
 import os
+import pathlib
+import re
 import struct
 import sys
 import threading
@@ -25,7 +27,8 @@ for name, stages in _dispatch.handlers("cpu"):
     jax.ffi.register_ffi_target(name, stages, platform="cpu")
 
 MEMORY, INPUT, OUTPUT = range(3)
-LAUNCH, COPY, RECORD, WAIT, SIGNAL, AWAIT = range(6)
+LAUNCH, COPY, RECORD, WAIT, SIGNAL, AWAIT, SUM = range(7)
+FLOAT32, BFLOAT16 = range(2)
 
 
 def listing(entries):
@@ -40,10 +43,11 @@ def span(space, index, offset, size):
     return struct.pack("<BIQQ", space, index, offset, size)
 
 
-def command(kind, stream, name, target=0, reads=(), writes=()):
+def command(kind, stream, name, target=0, reads=(), writes=(), element=FLOAT32):
     rows = struct.pack("<IQQ", 1, 0, 0) if kind == COPY else b""
+    summed = struct.pack("<B", element) if kind == SUM else b""
     head = struct.pack("<BI", kind, stream) + string(name) + struct.pack("<I", target)
-    return head + listing(reads) + listing(writes) + rows
+    return head + listing(reads) + listing(writes) + rows + summed
 
 
 def program(*, devices=1, streams=1, events=0, partitions=0, inputs=(), outputs=(), commands=()):
@@ -152,6 +156,27 @@ def test_takes_times():
         assert by_name["left"]["begin_us"] < by_name["right"]["end_us"]
         assert by_name["right"]["begin_us"] < by_name["left"]["end_us"]
     _dispatch.free_plan(plan)
+
+
+@pytest.mark.parametrize(("element", "dtype"), [(FLOAT32, jnp.float32), (BFLOAT16, jnp.bfloat16)])
+def test_adds_and_takes_the_time_of_it(element, dtype):
+    pool = np.arange(4 * 256).reshape(4, 256).astype(dtype)
+    at = [span(MEMORY, 0, address(row), row.nbytes) for row in pool]
+    blob = program(commands=[command(SUM, 0, "sum", reads=at[:3], writes=at[3:], element=element)])
+    plan = _dispatch.create_plan()
+    _dispatch.add_host_program(plan, 0, blob, [], timed=True, keep_alive=pool)
+    _dispatch.run_host(plan, 0, [], [])
+    np.testing.assert_array_equal(pool[3], pool[:3].astype(np.float32).sum(axis=0).astype(dtype))
+    [ran] = _dispatch.run_times(plan, 0)
+    assert (ran["operator"], ran["kind"], ran["device"], ran["bytes"]) == ("sum", "sum", 0, pool.nbytes)
+    assert 0 <= ran["begin_us"] <= ran["end_us"]
+    _dispatch.free_plan(plan)
+
+
+def test_the_readmes_example_runs():
+    readme = pathlib.Path(__file__).parent.parent / "README.md"
+    [example] = [code for code in re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL) if "struct" in code]
+    exec(compile(example, str(readme), "exec"), {})
 
 
 def test_times_are_taken_where_that_was_asked_for(plan):

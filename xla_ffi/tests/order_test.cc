@@ -159,6 +159,20 @@ TEST(CheckOverlap, WantsTheNextArrivalAfterTheReadersOfTheLast) {
   EXPECT_TRUE(CheckOverlap(p).ok()) << CheckOverlap(p).message();
 }
 
+TEST(CheckOverlap, WantsASumAfterWhatItAddsAndBeforeItsReaders) {
+  const Range own = Memory(0x1000, 64), others = Memory(0x2000, 64), total = Memory(0x3000, 64);
+  const auto sum = [&](ProgramBuilder& b) -> ProgramBuilder& {
+    return b.Sum(0, "sum", total, {own, others});
+  };
+  ProgramBuilder made(2), arrived(2), read(2);
+  EXPECT_THAT(CheckOverlap(sum(made.Launch(1, "makes", {}, {own}))).message(),
+              AllOf(HasSubstr("'makes'"), HasSubstr("'sum'")));
+  EXPECT_THAT(CheckOverlap(sum(arrived.Await(1, "receive", kFlag, 0, {others}))).message(),
+              AllOf(HasSubstr("'receive'"), HasSubstr("'sum'")));
+  EXPECT_THAT(CheckOverlap(sum(read).Launch(1, "reads", {total})).message(),
+              AllOf(HasSubstr("'sum'"), HasSubstr("'reads'")));
+}
+
 TEST(CheckOverlap, WantsTheUsersOfOneFlagInOrder) {
   EXPECT_THAT(CheckOverlap(ProgramBuilder(2).Await(0, "a", kFlag).Await(1, "b", kFlag)).message(),
               AllOf(HasSubstr("'a'"), HasSubstr("'b'"), HasSubstr("4 bytes at 0x100")));

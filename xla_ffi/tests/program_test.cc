@@ -89,7 +89,7 @@ TEST(Decode, NamesTheFieldAtFault) {
       {"has no device", [](Program& p) { p.num_devices = 0; }},
       {"stream 1 is on device 3 of 1", [](Program& p) { p.streams[1].device = 3; }},
       {"65 streams; at most 64", [](Program& p) { p.streams.resize(65); }},
-      {"has 99 events but only 11 commands", [](Program& p) { p.num_events = 99; }},
+      {"has 99 events but only 12 commands", [](Program& p) { p.num_events = 99; }},
       {"operator 'attention' (command 2): stream 2 of 2", [](Program& p) { p.commands[2].stream = 2; }},
       {"operator 'attention' (command 2): partition 7 of 2", [](Program& p) { p.commands[2].target = 7; }},
       {"command 1): event 5 of 2", [](Program& p) { p.commands[1].target = 5; }},
@@ -138,7 +138,29 @@ TEST(Decode, NamesTheFieldAtFault) {
        [](Program& p) { p.commands[10].rows.write_pitch = 99; }},
       {"copies rows of 10 bytes that are 7 apart", [](Program& p) { p.commands[10].rows.read_pitch = 7; }},
       {"copies rows of 8 bytes into rows of 16", [](Program& p) { p.commands[10].rows.write_pitch = 20; }},
-      {"command kind is 9, not one of 0 to 5", [](Program& p) { p.commands[0].kind = CommandKind{9}; }},
+      {"operator 'sum' (command 11): a sum reads 2 to 16 ranges and writes one, not 1 and 1",
+       [](Program& p) { p.commands[11].reads.resize(1); }},
+      {"not 17 and 1", [](Program& p) { p.commands[11].reads.resize(17, Memory(0xe000, 64)); }},
+      {"not 2 and 0", [](Program& p) { p.commands[11].writes.clear(); }},
+      {"not 2 and 2", [](Program& p) { p.commands[11].writes.push_back(Memory(0xf000, 64)); }},
+      {"a sum is of absolute addresses only",
+       [](Program& p) { p.commands[11].reads[1] = InputBytes(0, 0, 64); }},
+      {"a sum is of absolute addresses only",
+       [](Program& p) { p.commands[11].writes[0] = OutputBytes(0, 0, 64); }},
+      {"adds 32 bytes for a sum of 64", [](Program& p) { p.commands[11].reads[1].bytes = 32; }},
+      {"the address or size of a summand is no multiple of 16",
+       [](Program& p) { p.commands[11].reads[0].offset = 0xe008; }},
+      {"the address or size of a summand is no multiple of 16",
+       [](Program& p) {
+         for (Range* r : {&p.commands[11].reads[0], &p.commands[11].reads[1], &p.commands[11].writes[0]})
+           r->bytes = 40;
+       }},
+      {"the sum takes the place of a part of a summand",
+       [](Program& p) { p.commands[11].writes[0].offset = 0xe010; }},
+      {"the sum takes the place of a part of a summand",
+       [](Program& p) { p.commands[11].writes[0].offset = 0xeff0; }},
+      {"sum element is 2, not one of 0 to 1", [](Program& p) { p.commands[11].element = Element{2}; }},
+      {"command kind is 9, not one of 0 to 6", [](Program& p) { p.commands[0].kind = CommandKind{9}; }},
       {"input kind is 2, not one of 0 to 1", [](Program& p) { p.inputs[0].kind = InputKind{2}; }},
       {"range space is 3, not one of 0 to 2", [](Program& p) { p.commands[0].reads[0].space = Space{3}; }},
   };
@@ -149,6 +171,12 @@ TEST(Decode, NamesTheFieldAtFault) {
     EXPECT_EQ(status.code(), Code::kInvalidArgument) << damage.says;
     EXPECT_THAT(status.message(), HasSubstr(damage.says));
   }
+}
+
+TEST(Decode, TakesASumInThePlaceOfASummand) {
+  EXPECT_TRUE(Decode(Encode(ProgramBuilder(1).Sum(0, "sum", Memory(0xe000, 64),
+                                                  {Memory(0xf000, 64), Memory(0xe000, 64)})))
+                  .ok());
 }
 
 // Whatever the bytes, an answer: under the sanitizers this is a small fuzzer.

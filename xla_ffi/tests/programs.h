@@ -59,6 +59,10 @@ class ProgramBuilder {
     arrived.insert(arrived.begin(), Memory(flag, kFlagBytes));
     return Add({CommandKind::kAwait, stream, std::move(name), device, {}, std::move(arrived)});
   }
+  ProgramBuilder& Sum(uint32_t stream, std::string name, Range to, std::vector<Range> parts,
+                      Element element = Element::kFloat32) {
+    return Add({CommandKind::kSum, stream, std::move(name), 0, std::move(parts), {to}, {}, element});
+  }
   ProgramBuilder& Devices(uint32_t count) {
     program_.num_devices = count;
     return *this;
@@ -107,8 +111,10 @@ inline Program FullProgram() {
                   .Copy(0, "output", OutputBytes(0, 0, 64), Memory(0x9000, 64))
                   .Signal(0, "send", reinterpret_cast<void*>(0x7000))
                   .Await(0, "receive", reinterpret_cast<void*>(0x7100), 0, {Memory(0xa000, 64)})
-                  .CopyRows(0, "rows", Memory(0xb000, 56), Memory(0xc000, 24), {3, 8, 24});
+                  .CopyRows(0, "rows", Memory(0xb000, 56), Memory(0xc000, 24), {3, 8, 24})
+                  .Sum(0, "sum", Memory(0xd000, 64), {Memory(0xe000, 64), Memory(0xf000, 64)});
   p.streams[1] = {.device = 0, .priority = -2, .sm_budget = 32};
+  p.commands.back().element = Element::kBFloat16;
   return p;
 }
 

@@ -1,0 +1,12 @@
+// Sums in host memory.
+#pragma once
+
+#include "xla_ffi/device.h"
+#include "xla_ffi/program.h"
+
+namespace dynaflow {
+
+// Does what a sum says, with the same bits as the kernel for GPUs, but for those of a NaN of float32.
+void HostSum(const Command& sum, const Call& call);
+
+}  // namespace dynaflow
