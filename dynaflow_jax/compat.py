@@ -399,8 +399,18 @@ def module_bytecode(lowered: Any) -> bytes:
 
 
 def compile_for(client: Any, device: Any, bytecode: bytes) -> Any:
-    """A loaded executable for one device, whose kernels are launched one by one: no graphs inside graphs."""
-    return client.compile_and_load(bytecode, *_placement(client, device))
+    """A loaded executable for one device, whose kernels are launched one by one: no graphs inside graphs.
+
+    It is found and kept in JAX's persistent compilation cache, if there is one.
+    """
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+
+    devices, options = _placement(client, device)
+    with mlir.make_ir_context():
+        module = ir.Module.parse(bytecode)
+    return compiler.compile_or_get_cached(client, module, np.array([device]), options, (), devices)
 
 
 def load_for(client: Any, device: Any, executable: Any) -> Any:

@@ -528,8 +528,9 @@ class _Module:
         return [jax.ShapeDtypeStruct(*physical(aval)) for aval in avals]
 
 
-_MODULE = re.compile(r"^module @\S+")
-_PRIVATE = re.compile(r"func\.func private @([\w.\"\-/]+)\(")
+_NAME = r'("[^"]*"|[^\s"(]+)'  # in quotes if it holds a space, say
+_MODULE = re.compile(rf"^module @{_NAME}")
+_PRIVATE = re.compile(rf"func\.func private @{_NAME}\(")
 
 
 def _fingerprint(text: str) -> str:
