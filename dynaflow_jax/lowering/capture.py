@@ -57,7 +57,10 @@ def enclosed(fun: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
 
 
 def tied(fun: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
-    """The same, with what depends on no argument inside, too: at the price that XLA folds no constants."""
+    """The same, with what depends on no argument inside, too: at the price that XLA folds no constants.
+
+    And with every result copied: what computes it may turn out to change nothing, and the result to be an argument.
+    """
     return _inside(fun, tied=True)
 
 
@@ -87,7 +90,9 @@ def _evaluate(program: Any, args: Sequence[Any], started: jax.Array, tied: bool 
     outside = _Outside(jaxpr, [True] * len(jaxpr.invars))
     results = _Evaluation(started, tied).run(jaxpr, program.consts, args, outside, set())
     pairs = zip(jaxpr.outvars, results, strict=True)
-    return [_copied(value, started) if outside.has(atom) or outside.cut(atom) else value for atom, value in pairs]
+    return [
+        _copied(value, started) if tied or outside.has(atom) or outside.cut(atom) else value for atom, value in pairs
+    ]
 
 
 class _Evaluation:
@@ -215,6 +220,9 @@ class _Outside:
                 same = [(var, of) for var, of in pairs if var.aval.size == of.aval.size]
                 self._vars.update(var for var, of in same if self.has(of))
                 self._cut.update(var for var, of in same if self.cut(of))
+            elif all(atom.aval.size == 1 and self.has(atom) for atom in eqn.invars) and _body(eqn) is None:
+                # Of numbers XLA finds out what changes nothing: a sum over no axis, a remainder that is known.
+                self._vars.update(var for var in eqn.outvars if var.aval.size == 1)
             elif eqn.primitive.name in _SLICES:
                 self._cut.update(eqn.outvars)
             elif (body := _body(eqn)) is not None:
