@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import (
     add_rms_norm,
     all_gather_matmul,
-    all_reduce_norm,
     grouped_matmul,
     matmul_reduce_scatter,
     matmul_silu,
@@ -124,15 +123,6 @@ def check_over_all_devices(module, kernel, args, in_specs, out_specs):
     _, reference = over_all_devices(module.reference, in_specs, out_specs)
     placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, in_specs, strict=True)]
     check(module, program, placed, 2**-6, reference)
-
-
-@pytest.mark.parametrize("rows", [1, 64, 1000])
-def test_all_reduce_norm(rows):
-    devices = jax.device_count()
-    x, residual, weight = normal(0, devices * rows, 4096), normal(1, rows, 4096), normal(2, 4096)
-    needs(all_reduce_norm.supports(residual, residual, weight, devices=max(2, devices)))
-    specs = P("d"), P(), P()
-    check_over_all_devices(all_reduce_norm, all_reduce_norm.all_reduce_norm, (x, residual, weight), specs, P())
 
 
 def test_matmul_reduce_scatter():
