@@ -12,23 +12,7 @@ import jax
 
 from dynaflow_jax import compat
 from dynaflow_jax.errors import DynaFlowError, SplitError
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameters:
-    """What ``dynaflow`` is told of a function's parameters.
-
-    Attributes:
-      names: of the positional ones, as far as the function tells.
-      batch_axes: their batch axes, as ``dynaflow`` takes them.
-      batch_shards: over how many devices the batch is split already; ``None`` to find out.
-      donate_argnums: positions of arguments whose memory is free to be an output's.
-    """
-
-    names: Sequence[str]
-    batch_axes: Any
-    batch_shards: int | None
-    donate_argnums: tuple[int, ...]
+from dynaflow_jax.options import Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,33 +49,34 @@ class Call:
         return self.tree, self.positions, static, self.avals, self.axes, self.shards
 
     @staticmethod
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any], how: Parameters) -> Call:
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any], parameters: Sequence[str], options: Options) -> Call:
         """Takes arguments apart.
 
         Args:
           args: the positional ones; arrays may be ``jax.ShapeDtypeStruct``.
           kwargs: the others.
-          how: what the function is told of them.
+          parameters: names of the function's positional parameters, as far as it tells.
+          options: how the function is scheduled.
 
         Raises:
           SplitError: if ``batch_axes`` does not fit them.
           DynaFlowError: if one is neither an array nor hashable, or is to be donated and not there.
         """
         with_paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-        axes = _batch_axes(how, args, kwargs)
+        axes = _batch_axes(parameters, options.batch_axes, args, kwargs)
         leaves, positions, static, chosen, names, donated = [], [], [], [], [], []
-        if args and (beyond := [number for number in how.donate_argnums if number >= len(args)]):
+        if args and (beyond := [number for number in options.donate_argnums if number >= len(args)]):
             raise DynaFlowError(
                 f"donate_argnums names argument {beyond[0]}, and there are {len(args)} positional ones."
             )
         for i, ((path, leaf), axis) in enumerate(zip(with_paths, axes, strict=True)):
-            name = _argument_name(how.names, path)
+            name = _argument_name(parameters, path)
             if compat.is_array(leaf) or compat.is_tracer(leaf):
                 leaves.append(leaf)
                 positions.append(i)
                 names.append(name)
                 chosen.append(_check_axis(axis, leaf, name))
-                donated.append(path[0].idx == 0 and path[1].idx in how.donate_argnums)
+                donated.append(path[0].idx == 0 and path[1].idx in options.donate_argnums)
             elif axis is not None:
                 raise SplitError(
                     f"batch_axes gives {name} the axis {axis!r}, but it is {leaf!r:.60}, not an array: it has no rows. "
@@ -101,7 +86,7 @@ class Call:
                 static.append((i, _hashable(leaf, name)))
         avals = tuple(compat.aval_of(leaf) for leaf in leaves)
         placed = [compat.shards_of(leaf, axis) for leaf, axis in zip(leaves, chosen, strict=True) if axis is not None]
-        shards = how.batch_shards or max(placed, default=1)
+        shards = options.batch_shards or max(placed, default=1)
         return Call(
             *(tree, leaves, tuple(positions), tuple(static), avals),
             *(tuple(chosen), tuple(names), shards, tuple(donated)),
@@ -194,11 +179,10 @@ def _check_axis(axis: Any, leaf: Any, name: str) -> int | None:
     return index % ndim
 
 
-def _batch_axes(how: Parameters, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _batch_axes(parameters: Sequence[str], axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The batch axis of every leaf of ``(args, kwargs)``."""
-    axes = how.batch_axes
     if isinstance(axes, dict):
-        by_position, by_name = _axes_by_name(how, axes, args, kwargs)
+        by_position, by_name = _axes_by_name(parameters, axes, args, kwargs)
     else:
         by_position, by_name = axes, {}
     if isinstance(by_position, list):
@@ -230,9 +214,9 @@ def _prefix(prefix: Any, full: Any) -> list[Any]:
 
 
 def _axes_by_name(
-    how: Parameters, axes: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    parameters: Sequence[str], axes: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    used = how.names[: len(args)]
+    used = parameters[: len(args)]
     if unknown := sorted(set(axes) - set(used) - set(kwargs), key=repr):
         known = ", ".join([*used, *kwargs])
         raise SplitError(f"batch_axes names {unknown[0]!r}, which is not among the arguments: {known}.")

@@ -17,6 +17,7 @@ from dynaflow_jax import cache, compat
 from dynaflow_jax.call import Call
 from dynaflow_jax.errors import DispatchWarning, DynaFlowError, PlanError, TuningWarning, warn_user
 from dynaflow_jax.lowering.choice import Choice
+from dynaflow_jax.options import Options
 from dynaflow_jax.plan import Plan
 from dynaflow_jax.program import Program, from_jaxpr
 from dynaflow_jax.schedule import OpScheduler, Step
@@ -68,8 +69,8 @@ class AutoDynaFlow(DynaFlow):
       measured: choices that were measured in this process, by key.
     """
 
-    def __init__(self, auto: Auto, strategies: Sequence[OpScheduler], fun: Callable[..., Any], *options: Any):
-        super().__init__(fun, Sequential(), *options)
+    def __init__(self, auto: Auto, strategies: Sequence[OpScheduler], fun: Callable[..., Any], options: Options):
+        super().__init__(fun, Sequential(), options)
         self.auto = auto
         self.strategies = tuple(strategies)
         self.measured: dict[str, cache.Entry] = {}
@@ -89,21 +90,7 @@ class AutoDynaFlow(DynaFlow):
 
     def scheduled_by(self, strategy: OpScheduler, backend: str) -> DynaFlow:
         """The same function with one strategy."""
-        return DynaFlow(
-            self.fun,
-            strategy,
-            self.rules,
-            self.batch_axes,
-            self.out_axes,
-            self.weights,
-            self.rng,
-            self.allowed,
-            self.batch_shards,
-            backend,
-            self.unroll,
-            self.context,
-            self.donate_argnums,
-        )
+        return DynaFlow(self.fun, strategy, dataclasses.replace(self.options, backend=backend))
 
     def alternative(self, candidate: Candidate) -> DynaFlow:
         """The function as a candidate schedules it, kept."""
@@ -153,8 +140,8 @@ class Candidates:
     @functools.cached_property
     def backends(self) -> tuple[str, ...]:
         """What plans may be lowered to."""
-        if self.flow.backend != "auto":
-            return (self.flow.backend,)
+        if self.flow.options.backend != "auto":
+            return (self.flow.options.backend,)
         return ("xla", "dispatch") if self.unscheduled.info.platform == "gpu" else ("xla",)
 
     @functools.cached_property
@@ -258,7 +245,7 @@ class Candidates:
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
     def _about(self) -> dict[str, Any]:
-        resolved, flow = self.unscheduled, self.flow
+        resolved, flow, given = self.unscheduled, self.flow, self.flow.options
         layout, plan = resolved.layout, resolved.plan
         axes = zip(layout.avals, layout.axes, strict=True)
         assert plan.origin is not None
@@ -271,7 +258,13 @@ class Candidates:
             "mesh": [[str(name), size] for name, size in plan.origin.axes.items()],
             "shards": layout.shards,
             "candidates": [_described(strategy) for strategy in flow.strategies],
-            "options": [list(self.backends), flow.rng, flow.unroll, repr(flow.context), list(flow.allowed)],
+            "options": [
+                list(self.backends),
+                given.rng,
+                given.unroll,
+                repr(given.context),
+                list(given.allow_batch_mixing),
+            ],
         }
 
 

@@ -244,19 +244,7 @@ def _options(flow: DynaFlow) -> dict[str, Any]:
         scheduler = flow.switch
     elif isinstance(flow, AutoDynaFlow):
         scheduler = flow.auto
-    return {
-        "scheduler": scheduler,
-        "rules": _listed(flow.rules),
-        "batch_axes": flow.batch_axes,
-        "out_axes": flow.out_axes,
-        "weights": flow.weights,
-        "rng": flow.rng,
-        "allow_batch_mixing": flow.allowed,
-        "batch_shards": flow.batch_shards,
-        "backend": flow.backend,
-        "unroll": flow.unroll,
-        "context": flow.context,
-    }
+    return {**vars(flow.options), "scheduler": scheduler, "rules": _listed(flow.options.rules)}
 
 
 def _listed(rules: Rules) -> tuple[Rule, ...]:

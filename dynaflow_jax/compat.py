@@ -405,7 +405,7 @@ def compile_for(client: Any, device: Any, bytecode: bytes) -> Any:
     """
     from jax._src import compiler
     from jax._src.interpreters import mlir
-    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 
     devices, options = _placement(client, device)
     with mlir.make_ir_context():

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from dynaflow_jax import compat
-from dynaflow_jax.annotate import Label, Rules, labelling
+from dynaflow_jax.annotate import Label, labelling
 from dynaflow_jax.batch import draws as batch_draws
 from dynaflow_jax.batch import outputs as batch_outputs
 from dynaflow_jax.batch import split as batch_split
@@ -28,6 +28,7 @@ from dynaflow_jax.call import Call
 from dynaflow_jax.errors import BatchMixingError, DynaFlowError, SplitError
 from dynaflow_jax.graph import OpGraph, cut
 from dynaflow_jax.inline import Flat, inline, with_twins
+from dynaflow_jax.options import Options
 from dynaflow_jax.program import Program, constants_inside, trace
 
 
@@ -35,12 +36,7 @@ class Function(Protocol):
     """A function, and what ``dynaflow`` is told of how to split it."""
 
     fun: Callable[..., Any]
-    rules: Rules
-    out_axes: Any
-    weights: Callable[..., Any] | None
-    rng: str
-    allowed: tuple[str, ...]
-    unroll: int
+    options: Options
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,8 +63,8 @@ class Traced:
 
     def flat(self, flow: Function, *, draws: bool) -> _Flattened:
         """The program with everything opened that has a boundary inside."""
-        options = {"draws": draws, "unroll": flow.unroll}
-        return _Flattened(*inline(self.program, self.constants, flow.rules, **options), self.out_tree)
+        options = {"draws": draws, "unroll": flow.options.unroll}
+        return _Flattened(*inline(self.program, self.constants, flow.options.rules, **options), self.out_tree)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,7 +100,7 @@ def traced(flow: Function, layout: Call, size: int | None = None) -> Traced:
                 raise DynaFlowError(f"{flow!r}: {name} of the function is {out!r:.60}, not an array.")
         return outs
 
-    with labelling(flow.rules):
+    with labelling(flow.options.rules):
         program, constants = trace(flat_fun, layout.avals if size is None else layout.avals_at(size))
     return Traced(program, constants, out_tree)
 
@@ -155,14 +151,14 @@ class Splitting:
 
     def _cut(self, flat: Flat) -> OpGraph:
         warn, self._warn = self._warn, False
-        return cut(flat, self._flow.rules, self._ridge, warn=warn)
+        return cut(flat, self._flow.options.rules, self._ridge, warn=warn)
 
     def derive(self, sizes: tuple[int, ...]) -> None:
         """Derives the micro-batches' programs from the whole batch's, if nothing stands against it.
 
         What is refused of derived programs is refused only if it is of traced ones too, and in their words.
         """
-        if any(map(callable, jax.tree.leaves(self._flow.out_axes))):
+        if any(map(callable, jax.tree.leaves(self._flow.options.out_axes))):
             return  # a function of the parts is about what the function returns for a micro-batch
         assert self._batch_size is not None
         try:
@@ -185,11 +181,11 @@ class Splitting:
         if self.derivation is not None and self._batch_size is not None:
             divides = functools.partial(divides_by, program, self.derivation.counts | {self._batch_size})
         return batch_outputs.joins(
-            self._flow.out_axes,
+            self._flow.options.out_axes,
             self.whole.out_tree,
             [self._parts[size].analysis.outputs for size in sizes] if len(sizes) > 1 else None,
             program.outvars,
-            self._flow.weights is not None,
+            self._flow.options.weights is not None,
             divides,
         )
 
@@ -208,7 +204,7 @@ class Splitting:
             flat, states = part.flat, part.analysis.states
         draws = next((batch_draws.locate(part.flat, part.analysis.draws) for part in self._parts.values()), frozenset())
         index = None
-        if self._flow.rng == "exact":
+        if self._flow.options.rng == "exact":
             flat = batch_draws.draw_once(flat, full, draws)
         else:
             flat, index = batch_draws.draw_separately(flat, draws)
@@ -279,7 +275,7 @@ class Splitting:
 
     def _allows(self, site: MixingSite) -> bool:
         names = set(_names(site))
-        return any(entry == "*" or entry in names for entry in self._flow.allowed)
+        return any(entry == "*" or entry in names for entry in self._flow.options.allow_batch_mixing)
 
 
 def _mixing_message(sites: Sequence[MixingSite], batch_size: int, size: int) -> str:

@@ -25,8 +25,8 @@ class SwitchedDynaFlow(DynaFlow):
       alternatives: the function as each strategy schedules it.
     """
 
-    def __init__(self, scheduler: Switch, alternatives: Sequence[DynaFlow], *options: Any):
-        super().__init__(alternatives[0].fun, alternatives[0].scheduler, *options)
+    def __init__(self, scheduler: Switch, alternatives: Sequence[DynaFlow]):
+        super().__init__(alternatives[0].fun, alternatives[0].scheduler, alternatives[0].options)
         self.alternatives = tuple(alternatives)
         self.switch = scheduler
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -17,18 +16,19 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 
 from dynaflow_jax import compat, cost
-from dynaflow_jax.annotate import Rule, Rules, is_labelling
+from dynaflow_jax.annotate import Rule, is_labelling
 from dynaflow_jax.batch import outputs as batch_outputs
 from dynaflow_jax.batch import split as batch_split
 from dynaflow_jax.batch.derive import Underivable
 from dynaflow_jax.batch.region import Region, Variant
-from dynaflow_jax.call import Call, Parameters, names_of
+from dynaflow_jax.call import Call, names_of
 from dynaflow_jax.derivatives import instead_of, with_derivative_of
 from dynaflow_jax.errors import BatchMixingError, DispatchWarning, DynaFlowError, SplitError, warn_user
 from dynaflow_jax.graph import OpGraph
 from dynaflow_jax.lowering import dispatch, xla
 from dynaflow_jax.lowering.choice import Choice, choose
 from dynaflow_jax.lowering.steps import RunRegion, Values
+from dynaflow_jax.options import Options
 from dynaflow_jax.plan import Plan, Replay, make_plan
 from dynaflow_jax.runtime import extension, processes
 from dynaflow_jax.runtime.binder import Binder
@@ -113,40 +113,28 @@ def dynaflow(
         strategies = [_strategy(choice, f"candidate {i} of Auto") for i, choice in enumerate(scheduler.candidates)]
     else:
         strategies = [_strategy(scheduler, "scheduler")]
-    if rng not in ("exact", "per_micro_batch"):
-        raise DynaFlowError(f"rng must be 'exact' or 'per_micro_batch', not {rng!r}.")
-    if backend == "auto":
-        backend = os.environ.get("DYNAFLOW_BACKEND", backend)
-    if backend not in ("auto", "xla", "dispatch"):
-        raise DynaFlowError(f"backend must be 'auto', 'xla' or 'dispatch', not {backend!r}.")
-    for name, number in (("batch_shards", 1 if batch_shards is None else batch_shards), ("unroll", unroll)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise DynaFlowError(f"{name} is a positive whole number, not {number!r}.")
-    if weights is not None and not callable(weights):
-        raise DynaFlowError(f"weights must be a function of the arguments of fun, not {weights!r}.")
-    allowed = (allow_batch_mixing,) if isinstance(allow_batch_mixing, (str, int)) else tuple(allow_batch_mixing)
-    if bad := [name for name in allowed if not isinstance(name, str)]:
-        raise DynaFlowError(f"allow_batch_mixing takes names of operators, modules or primitives, not {bad[0]!r}.")
-    try:
-        hash(context)
-    except TypeError:
-        raise DynaFlowError(f"context must be hashable, and {context!r} is not.") from None
-    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    if bad := [number for number in donated if not isinstance(number, int) or isinstance(number, bool) or number < 0]:
-        raise DynaFlowError(f"donate_argnums takes positions of arguments, from 0, not {bad[0]!r}.")
-    options = (
-        *(Rules.of(rules), batch_axes, out_axes, weights, rng, allowed),
-        *(batch_shards, backend, unroll, context, donated),
+    options = Options.checked(
+        rules=rules,
+        batch_axes=batch_axes,
+        out_axes=out_axes,
+        weights=weights,
+        rng=rng,
+        allow_batch_mixing=allow_batch_mixing,
+        batch_shards=batch_shards,
+        backend=backend,
+        unroll=unroll,
+        context=context,
+        donate_argnums=donate_argnums,
     )
     if isinstance(scheduler, Switch):
         from dynaflow_jax.switched import SwitchedDynaFlow  # which extends what is defined here, like the next
 
-        return SwitchedDynaFlow(scheduler, [DynaFlow(fun, strategy, *options) for strategy in strategies], *options)
+        return SwitchedDynaFlow(scheduler, [DynaFlow(fun, strategy, options) for strategy in strategies])
     if isinstance(scheduler, Auto):
         from dynaflow_jax.candidates import AutoDynaFlow
 
-        return AutoDynaFlow(scheduler, strategies, fun, *options)
-    return DynaFlow(fun, strategies[0], *options)
+        return AutoDynaFlow(scheduler, strategies, fun, options)
+    return DynaFlow(fun, strategies[0], options)
 
 
 def _strategy(scheduler: Any, what: str) -> OpScheduler:
@@ -161,38 +149,13 @@ def _strategy(scheduler: Any, what: str) -> OpScheduler:
 class DynaFlow:
     """A scheduled function; made by ``dynaflow``."""
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        scheduler: OpScheduler,
-        rules: Rules,
-        batch_axes: Any,
-        out_axes: Any,
-        weights: Callable[..., Any] | None,
-        rng: str,
-        allowed: tuple[str, ...],
-        batch_shards: int | None,
-        backend: str,
-        unroll: int,
-        context: Any,
-        donate_argnums: tuple[int, ...],
-    ):
+    def __init__(self, fun: Callable[..., Any], scheduler: OpScheduler, options: Options):
         self.fun = fun
         self.scheduler = scheduler
-        self.rules = rules
-        self.batch_axes = batch_axes
-        self.out_axes = out_axes
-        self.weights = weights
-        self.rng = rng
-        self.allowed = allowed
-        self.batch_shards = batch_shards
-        self.unroll = unroll
-        self.context = context
-        self.donate_argnums = donate_argnums
-        self.backend = backend
+        self.options = options
         self._cache: OrderedDict[Any, Resolved] = OrderedDict()
         self._lock = threading.Lock()
-        self._parameters = Parameters(names_of(fun), batch_axes, batch_shards, donate_argnums)
+        self._parameters = names_of(fun)
         functools.update_wrapper(self, fun, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +210,7 @@ class DynaFlow:
         weakref.finalize(self, binder.close).atexit = False
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return Call.of(args, kwargs, self._parameters)
+        return Call.of(args, kwargs, self._parameters, self.options)
 
     def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Resolved, Call]:
         call = self._call(args, kwargs)
@@ -341,7 +304,7 @@ class Resolved:
             platform,
             kind,
             None if mesh.empty else mesh,
-            flow.context,
+            flow.options.context,
             self.layout.shards,
             call.row_bytes(),
         )
@@ -370,7 +333,7 @@ class Resolved:
         self._joins = self.splitting.how_to_join(sizes)
         self._owns = self.splitting.owns(sizes)
         self._run = jax.jit(functools.partial(self._evaluate, None), inline=True)
-        self.choice = choose(flow.backend, platform, kind, self.region, self.plan.steps)
+        self.choice = choose(flow.options.backend, platform, kind, self.region, self.plan.steps)
         self._binder: Binder | None = None
         self._run_dispatched: Callable[..., Any] | None = None
         if self.choice.dispatch and self._can_dispatch(platform):
@@ -403,7 +366,7 @@ class Resolved:
     def _can_dispatch(self, platform: str) -> bool:
         """Whether there is a dispatcher."""
         if problem := extension.unavailable_because(platform):
-            if self.flow.backend == "dispatch":
+            if self.flow.options.backend == "dispatch":
                 raise DynaFlowError(f"backend='dispatch': {problem}.")
             self.choice = Choice(False, problem)
             return False
@@ -434,8 +397,8 @@ class Resolved:
 
         def weights(values: Sequence[Any]) -> Any:
             args, kwargs = layout.arguments(values[count:])
-            assert flow.weights is not None
-            return batch_outputs.checked_weight(flow.weights(*args, **kwargs))
+            assert flow.options.weights is not None
+            return batch_outputs.checked_weight(flow.options.weights(*args, **kwargs))
 
         self._check_on_one_device()
         inputs = dispatch.Inputs(
@@ -444,7 +407,7 @@ class Resolved:
             [False for _ in self.constants] + [axis is not None for axis in layout.axes],
             [False for _ in self.constants] + list(layout.donated),
             layout.shards,
-            None if flow.weights is None else weights,
+            None if flow.options.weights is None else weights,
             compat.mesh_sizes(),
             in_place=job is None,
         )
@@ -455,7 +418,7 @@ class Resolved:
     @functools.cached_property
     def _outputs(self) -> list[Any]:
         """Types of the outputs; what a function makes of the parts (``out_axes``) is its own business."""
-        if not any(map(callable, jax.tree.leaves(self.flow.out_axes))):
+        if not any(map(callable, jax.tree.leaves(self.flow.options.out_axes))):
             return [atom.aval for atom in self.splitting.whole.flat.program.outvars]
         leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self.layout.avals]
         return [compat.aval_of(out) for out in jax.eval_shape(self._run, list(self.constants), leaves)]
@@ -586,7 +549,9 @@ class Resolved:
         traced. In a derived program these are the whole batch's.
         """
         flow = copy.copy(self.flow)
-        flow.backend = "xla"  # what a dispatched plan is differentiated through
+        flow.options = dataclasses.replace(
+            flow.options, backend="xla"
+        )  # what a dispatched plan is differentiated through
         try:
             return Resolved(flow, self.layout, self.unopened, derive=False, warn=False)._run
         except (BatchMixingError, SplitError):  # as with arrays that the function closes over, and that have rows
@@ -623,9 +588,9 @@ class Resolved:
             parts.append([*index, *own])
         outs = run(self.region, self.plan.steps, parts, shards)
         weights = None
-        if self.flow.weights is not None:
+        if self.flow.options.weights is not None:
             weights = []
             for rows in arguments:
                 args, kwargs = self.layout.arguments(rows)
-                weights.append(batch_outputs.checked_weight(self.flow.weights(*args, **kwargs)))
+                weights.append(batch_outputs.checked_weight(self.flow.options.weights(*args, **kwargs)))
         return batch_outputs.join(self._joins, outs, sizes, shards, weights)

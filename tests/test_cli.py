@@ -1,5 +1,6 @@
 """The command line: what it prints, what it writes, and what it says of whatever cannot be."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import dynaflow_jax as df
-from dynaflow_jax import arguments
+from dynaflow_jax import arguments, cli
 from dynaflow_jax.cli import main
 from dynaflow_jax.runtime import extension
 
@@ -406,3 +407,23 @@ def test_a_reader_may_stop_early(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     result = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, timeout=300)
     assert (result.returncode, result.stderr) == (0, b"")
+
+
+def test_a_function_that_is_scheduled_anew_keeps_all_options():
+    given = {
+        "rules": (df.SplitFunc("tanh"),),
+        "batch_axes": (None, 0),
+        "out_axes": 0,
+        "weights": lambda w, x: x.shape[0],
+        "rng": "per_micro_batch",
+        "allow_batch_mixing": ("sort",),
+        "batch_shards": 1,
+        "backend": "xla",
+        "unroll": 2,
+        "context": "decode",
+        "donate_argnums": (1,),
+    }
+    flow = df.dynaflow(lambda w, x: jnp.tanh(x @ w), scheduler=df.strategies.Sequential(), **given)
+    kept = cli._options(flow)
+    assert kept.keys() == inspect.signature(df.dynaflow).parameters.keys() - {"fun"}
+    assert {name: kept[name] for name in given} == given
