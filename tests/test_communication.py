@@ -373,6 +373,22 @@ def test_what_others_read_to_the_end_lies_in_memory_of_its_own(layers):
     assert work.lasting == {exchanges[-1].reads[0]}
 
 
+@pytest.mark.parametrize(("scheduler", "streams"), [(df.strategies.NanoFlow(1), 1), (df.strategies.NanoFlow(2), 2)])
+def test_operations_that_take_turns_are_on_one_stream(scheduler, streams, monkeypatch):
+    """Computing and exchanging by turns, on streams of different names, is a straight line."""
+    programs, real = [], wire.encode
+
+    def encode(*args, **kwargs):
+        programs.append(args[2])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(wire, "encode", encode)
+    model = models_parallel.tensor_parallel(3)
+    assert len(model.work(2, scheduler).streams) == 2
+    model.check(2, scheduler, "dispatch")
+    assert {len(program) for program in programs} == {streams}
+
+
 @pytest.mark.parametrize("layers", [1, 2, 4])
 def test_what_cannot_lie_there_is_sent(layers, monkeypatch):
     monkeypatch.setattr(tasks.Builder, "_can_place", False)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <span>
+#include <unordered_map>
 #include <utility>
 
 #include "xla_ffi/order.h"
@@ -28,8 +29,7 @@ void AppendMemOps(const Command& c, std::vector<MemOp>& ops) {
 
 // Which commands are flags beside which nothing is computed, on any timing: a waiting kernel may want the
 // place of another one on its multiprocessor.
-std::vector<bool> FlagsAlone(const Program& program) {
-  const Order order(program);
+std::vector<bool> FlagsAlone(const Program& program, const Order& order) {
   std::vector<bool> alone(program.commands.size());
   for (size_t i = 0; i < program.commands.size(); ++i) {
     const Command& c = program.commands[i];
@@ -69,12 +69,27 @@ Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context,
   result.graph_ = OwnedGraph(raw, {&driver});
 
   std::vector<bool> by_kernel(program.commands.size());  // flags that are, rather than by the driver
-  if (result.kernels_) by_kernel = FlagsAlone(program);
+  const Order order(program);
+  if (result.kernels_) by_kernel = FlagsAlone(program, order);
 
   // What the next node of each stream has to follow, and what each event stands for: nodes take the place of
   // the moments in time that streams and events are about.
   using Nodes = std::vector<GraphNode>;
   std::vector<Nodes> tails(program.streams.size()), events(program.num_events);
+
+  // An edge that others imply is not free: where a node follows two others, the driver takes them for
+  // branches, and a chain that changes streams would take 5 us longer for each change (on an H200).
+  std::unordered_map<GraphNode, size_t> last;  // the last command of each node
+  const auto latest = [&](const Nodes& all) {
+    Nodes found;
+    for (GraphNode node : all) {
+      const bool implied = std::any_of(all.begin(), all.end(), [&](GraphNode other) {
+        return last.contains(node) && last.contains(other) && order.Before(last.at(node), last.at(other));
+      });
+      if (!implied) found.push_back(node);
+    }
+    return found;
+  };
 
   // Of a stream whose next node has to follow just one moment that is recorded: that moment's event.
   std::vector<Event> moments(program.streams.size());
@@ -123,13 +138,17 @@ Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context,
       case CommandKind::kRecord:
         events[c.target] = tail;
         break;
-      case CommandKind::kWait:
+      case CommandKind::kWait: {
+        Nodes all = tail;
         for (GraphNode done : events[c.target]) {
-          if (std::find(tail.begin(), tail.end(), done) != tail.end()) continue;
-          tail.push_back(done);
-          moments[c.stream] = nullptr;
+          if (std::find(tail.begin(), tail.end(), done) == tail.end()) all.push_back(done);
         }
+        all = latest(all);
+        if (all == tail) break;
+        tail = std::move(all);
+        moments[c.stream] = nullptr;
         break;
+      }
       case CommandKind::kSignal:
       case CommandKind::kAwait: {
         // Each node costs time of its own, so neighbours become one.
@@ -170,9 +189,11 @@ Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context,
     DYNAFLOW_RETURN_IF_ERROR(added.Within([&] { return Describe(program, i); }));
     if (!node) continue;
     tail = {node};
+    last[node] = next - 1;
     if (!stopwatch) continue;
     const Event end = stopwatch->after(next - 1);
     DYNAFLOW_RETURN_IF_ERROR(record(end, tail).Within([&] { return Describe(program, i); }));
+    last[tail[0]] = next - 1;
     for (size_t k = i; k < next; ++k) stopwatch->Set(k, moments[c.stream], end);
     moments[c.stream] = end;
   }

@@ -192,20 +192,25 @@ class Binding(abc.ABC):
         """A value in memory as a buffer of a private client."""
         return view(client, self.platform, self.device, value.shape, value.dtype, address)
 
-    def encode(self, partitions: Sequence[int]) -> bytes:
+    def encode(self, partitions: Sequence[int], timed: bool) -> bytes:
         """The program's bytes; the executor adds the events that its reads and writes call for.
+
+        A plan whose operations take turns is a program of one stream, whatever streams it names: a CUDA graph that is a
+        straight line has less between its nodes. Times are shown by stream, so one that is timed keeps them.
 
         Args:
           partitions: for each partition, the number of its capture, or its index.
+          timed: whether the executor is to take the time of every command.
         """
         work = self.work
         names = [*work.streams, *work.copying]
-        if self._serial:
+        one_stream = self._serial or (work.in_turns and not timed)
+        if one_stream:
             index_of = companion_of = dict.fromkeys(names, 0)
         else:
             index_of = {name: i for i, name in enumerate(work.streams)}
             companion_of = {name: len(index_of) + i for i, name in enumerate(work.copying)}
-        streams = [self._stream(name) for name in names[: 1 if self._serial else None]]
+        streams = [self._stream(name) for name in names[: 1 if one_stream else None]]
         commands = []
         for i in self._entered:
             if self.moving[i]:

@@ -62,7 +62,7 @@ class CudaBinding(Binding):
 
     def add(self, plan: int, keep: Sequence[Any], timed: bool) -> None:
         """See ``Binding``."""
-        blob = self.encode(self._numbers)
+        blob = self.encode(self._numbers, timed)
         extension.module.add_cuda_program(
             plan, self.devices(), blob, order_overlaps=True, timed=timed, keep_alive=[keep, self.team]
         )

@@ -62,7 +62,7 @@ class HostBinding(Binding):
 
     def add(self, plan: int, keep: Sequence[Any], timed: bool) -> None:
         """See ``Binding``."""
-        blob = self.encode(range(len(self._functions)))
+        blob = self.encode(range(len(self._functions)), timed)
         extension.module.add_host_program(
             plan,
             self.device,

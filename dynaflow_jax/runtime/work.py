@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from dynaflow_jax.runtime.precedence import predecessors
+
 ALIGNMENT = 256
 """Bytes to which XLA expects buffers to be aligned; parts of a buffer that are not are copied out instead."""
 
@@ -210,6 +212,16 @@ class Work:
         """
         own = (o.where.stream for o in self.operations if isinstance(o, Exchange) and o.copies_own)
         return list(dict.fromkeys(own))
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether every operation waits for the one before it, so that one stream serves for all.
+
+        Not if streams differ in their priority or multiprocessors, or if exchanges copy something beside the link.
+        """
+        before = predecessors(self.operations, lambda value: self.base(value)[0])
+        kinds = {(operation.where.priority, operation.where.sm_budget) for operation in self.operations}
+        return len(kinds) <= 1 and not self.copying and all(mask >> i - 1 & 1 for i, mask in enumerate(before) if i)
 
     def group_size(self, axes: tuple[str, ...]) -> int:
         """How many devices a group along some mesh axes has."""
