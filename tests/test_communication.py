@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,26 @@ class Strictly:
 def numbers(*shape, dtype=jnp.float32, seed=0):
     """Small whole numbers, whose sums are exact in every order."""
     return jax.random.randint(jax.random.key(seed), shape, -8, 8).astype(dtype)
+
+
+class Told(NamedTuple):
+    """What a device's executor is told to run."""
+
+    streams: list[wire.Stream]
+    commands: list[wire.Command]
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """The programs that are bound, of every device."""
+    found, real = [], wire.encode
+
+    def encode(version, name, streams, partitions, inputs, outputs, commands, devices):
+        found.append(Told(streams, commands))
+        return real(version, name, streams, partitions, inputs, outputs, commands, devices)
+
+    monkeypatch.setattr(wire, "encode", encode)
+    return found
 
 
 COLLECTIVES = {
@@ -324,19 +345,12 @@ def turned(x):
 
 @pytest.mark.parametrize("serial", [False, True])
 @pytest.mark.parametrize("fun", [gathered, gathered_inside, turned])
-def test_the_own_part_does_not_wait_for_the_link(fun, serial, monkeypatch):
+def test_the_own_part_does_not_wait_for_the_link(fun, serial, programs, monkeypatch):
     """It is copied on a stream beside the exchange's, and the flags are one behind the other."""
-    programs, real = [], wire.encode
-
-    def encode(*args, **kwargs):
-        programs.append(args[6])
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(wire, "encode", encode)
     if serial:
         monkeypatch.setenv("DYNAFLOW_SERIAL", "1")
     Strictly(fun, mesh_of(i=2), P("i"), P("i")).check(numbers(4, 6))
-    for commands in programs:
+    for commands in (program.commands for program in programs):
         copies = [c for c in commands if c.kind == wire.COPY and c.reads[0].space == c.writes[0].space == wire.MEMORY]
         own, sent = ([c for c in copies if (c.target == 0) == is_own] for is_own in (True, False))
         assert len(own) == len(sent) == 1
@@ -374,19 +388,12 @@ def test_what_others_read_to_the_end_lies_in_memory_of_its_own(layers):
 
 
 @pytest.mark.parametrize(("scheduler", "streams"), [(df.strategies.NanoFlow(1), 1), (df.strategies.NanoFlow(2), 2)])
-def test_operations_that_take_turns_are_on_one_stream(scheduler, streams, monkeypatch):
+def test_operations_that_take_turns_are_on_one_stream(scheduler, streams, programs):
     """Computing and exchanging by turns, on streams of different names, is a straight line."""
-    programs, real = [], wire.encode
-
-    def encode(*args, **kwargs):
-        programs.append(args[2])
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(wire, "encode", encode)
     model = models_parallel.tensor_parallel(3)
     assert len(model.work(2, scheduler).streams) == 2
     model.check(2, scheduler, "dispatch")
-    assert {len(program) for program in programs} == {streams}
+    assert {len(program.streams) for program in programs} == {streams}
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4])
@@ -417,18 +424,11 @@ def summing(x):
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])
 @pytest.mark.parametrize("width", [64, 63 * 64, 64 * 1024])
-def test_sums_of_what_is_read_in_place(width, dtype, devices, monkeypatch):
+def test_sums_of_what_is_read_in_place(width, dtype, devices, programs):
     """Are one command with the flags ahead of it, where the executor knows how to add."""
-    programs, real = [], wire.encode
-
-    def encode(*args, **kwargs):
-        programs.append(args[6])
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(wire, "encode", encode)
     run = Strictly(summing, mesh_of(i=devices), P(), P(), check=False)
     run.check(numbers(devices, width, dtype=jnp.dtype(dtype)))
-    for commands in programs:
+    for commands in (program.commands for program in programs):
         sums = [i for i, command in enumerate(commands) if command.kind == wire.SUM]
         assert bool(sums) == (dtype in ("float32", "bfloat16"))
         for i in sums:

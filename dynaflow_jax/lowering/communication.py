@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dynaflow_jax import compat
 from dynaflow_jax.errors import DynaFlowError
@@ -61,7 +60,7 @@ class _Group:
         unknown = [axis for axis in self.axes if axis not in builder.mesh]
         if unknown:
             raise DynaFlowError(f"{name} communicates over {unknown[0]!r}, which is no axis of the mesh around it.")
-        self.size = int(np.prod([builder.mesh[axis] for axis in self.axes], dtype=int))
+        self.size = builder.group_size(self.axes)
         self.builder = builder
         self.name = name
         self.where = where

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
@@ -160,6 +161,10 @@ class Builder:
     def aval(self, value: int) -> Any:
         """The type of a value, as programs see it."""
         return self._avals[value]
+
+    def group_size(self, axes: Sequence[str]) -> int:
+        """How many devices a group along some mesh axes has."""
+        return math.prod(self.mesh[axis] for axis in axes)
 
     def stays(self, value: int) -> bool:
         """Whether a value is in memory however tasks are joined: an input, what others send, or a part of these."""
@@ -354,7 +359,7 @@ class Builder:
                 source = self._base(operation.reads[0])
                 made_by = tuple(j for j, o in enumerate(operations) if isinstance(o, Task) and source in o.writes)
                 reading = sum(1 << j for j, o in enumerate(operations) if set(o.reads) & set(operation.writes)) | 1 << i
-                group_size = int(np.prod([self.mesh[axis] for axis in operation.axes], dtype=int))
+                group_size = self.group_size(operation.axes)
                 told = next(telling(exchanges, before, reading, operation.axes, group_size), None) is not None
                 # Not an input: that is XLA's, which takes it back when this device is done.
                 can_stay = made_by and (told or self._can_place) and not kept.intersection(operation.writes)
