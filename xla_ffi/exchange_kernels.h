@@ -5,13 +5,15 @@
 // from 6.06 to 5.67 ms. But the kernel has a place on a multiprocessor for as long as it waits.
 //
 // Sums: a small all-reduce is one kernel, whose blocks wait for the flags themselves and then read the other
-// devices' memory. With the flags and XLA's addition as kernels of their own it would be two starts more.
+// devices' memory. With the flags and XLA's addition as kernels of their own it would be two starts more, and
+// with the residual and the norm behind it (TokenWeave, arXiv 2505.11329, section 4) another one or two.
 #pragma once
 
 #include <memory>
 #include <span>
 
 #include "xla_ffi/cuda_driver.h"
+#include "xla_ffi/exchange_ptx.h"
 #include "xla_ffi/program.h"
 #include "xla_ffi/status.h"
 
@@ -19,8 +21,6 @@ namespace dynaflow::cuda {
 
 class ExchangeKernels {
  public:
-  static constexpr size_t kMaxFlags = 32;  // a thread for each
-
   ~ExchangeKernels();
 
   // The kernels on the device whose primary context this is, and is current. All that hold them share them.
@@ -46,13 +46,15 @@ class ExchangeKernels {
   ExchangeKernels(const Driver& driver, Context context) : driver_(driver), context_(context) {}
   Result<GraphNode> AddNode(Graph graph, std::span<const GraphNode> after, Function function, unsigned blocks,
                             unsigned threads, void** params) const;
-  Function SumOf(Element element) const { return sums_[static_cast<size_t>(element)]; }
+  Function SumOf(const Command& sum) const {
+    return sums_[static_cast<size_t>(sum.element)][sum.norm.has_value()];
+  }
 
   const Driver& driver_;
   const Context context_;
   OwnedModule module_;
   Function flags_ = nullptr;
-  Function sums_[kNumElements] = {};
+  Function sums_[kNumElements][2] = {};  // without a norm, and with one
   unsigned multiprocessors_ = 0;
 };
 

@@ -6,7 +6,8 @@
 
 namespace dynaflow {
 
-// Does what a sum says, with the same bits as the kernel for GPUs, but for those of a NaN of float32.
+// Does what a sum says, with the same bits as the kernel for GPUs, but for those of a NaN of float32 and of
+// norms, whose squares are added up in another order there.
 void HostSum(const Command& sum, const Call& call);
 
 }  // namespace dynaflow

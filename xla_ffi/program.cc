@@ -14,6 +14,9 @@ static_assert(std::endian::native == std::endian::little,
 
 constexpr std::string_view kMagic = "DYNAFLOW";
 
+// What the bytes say of a norm's weights.
+enum class WeightKind : uint8_t { kNone = 0, kFloat32 = 1, kBFloat16 = 2 };
+
 // Appends fields in the order in which Reader takes them.
 class Writer {
  public:
@@ -90,6 +93,11 @@ class Reader {
     return static_cast<E>(value);
   }
 
+  bool GetBool(const char* field) {
+    enum class Bool : uint8_t { kNo, kYes };
+    return GetEnum(field, Bool::kYes) == Bool::kYes;
+  }
+
   std::string GetString(const char* field) {
     const auto size = Get<uint32_t>(field);
     const std::string_view text = Take(size, field);
@@ -153,6 +161,20 @@ class Reader {
   Status status_;
 };
 
+std::optional<Norm> GetNorm(Reader& in) {
+  Norm norm;
+  norm.width = in.Get<uint32_t>("norm width");
+  if (norm.width == 0) return std::nullopt;
+  norm.epsilon = std::bit_cast<float>(in.Get<uint32_t>("norm epsilon"));
+  norm.residual = in.GetBool("norm residual");
+  const auto weight = in.GetEnum("norm weight", WeightKind::kBFloat16);
+  if (weight == WeightKind::kFloat32) norm.weight = Element::kFloat32;
+  if (weight == WeightKind::kBFloat16) norm.weight = Element::kBFloat16;
+  norm.rounds_scale = in.GetBool("norm rounds_scale");
+  norm.rounds_normed = in.GetBool("norm rounds_normed");
+  return norm;
+}
+
 Command GetCommand(Reader& in) {
   Command c;
   c.kind = in.GetEnum("command kind", CommandKind::kSum);
@@ -166,7 +188,10 @@ Command GetCommand(Reader& in) {
     c.rows.read_pitch = in.Get<uint64_t>("copy read pitch");
     c.rows.write_pitch = in.Get<uint64_t>("copy write pitch");
   }
-  if (c.kind == CommandKind::kSum) c.element = in.GetEnum("sum element", Element::kBFloat16);
+  if (c.kind == CommandKind::kSum) {
+    c.element = in.GetEnum("sum element", Element::kBFloat16);
+    c.norm = GetNorm(in);
+  }
   return c;
 }
 
@@ -279,24 +304,40 @@ Status CheckRows(const Command& c) {
 }
 
 Status CheckSum(const Command& c) {
-  if (c.reads.size() < 2 || c.reads.size() > kMaxSummands || c.writes.size() != 1) {
-    return InvalidArgument("a sum reads 2 to ", kMaxSummands, " ranges and writes one, not ", c.reads.size(),
+  const uint64_t bytes = c.writes.empty() ? 0 : c.writes[0].bytes;
+  const size_t more = c.reads.size() - NumSummands(c), wanted = c.norm ? 2 : 1;
+  if (c.reads.size() < 2 + more || c.reads.size() > kMaxSummands + more || c.writes.size() != wanted) {
+    return InvalidArgument("a sum ", c.norm ? "with a norm " : "", "reads ", 2 + more, " to ",
+                           kMaxSummands + more, " ranges and writes ", wanted, ", not ", c.reads.size(),
                            " and ", c.writes.size());
   }
+  const bool weighs = c.norm && c.norm->weight;
+  const uint64_t weights = weighs ? c.norm->width * BytesOf(*c.norm->weight) : 0;
   for (const auto* ranges : {&c.reads, &c.writes}) {
     for (const Range& r : *ranges) {
       if (r.space != Space::kMemory) return InvalidArgument("a sum is of absolute addresses only");
-      if (r.bytes != c.writes[0].bytes)
-        return InvalidArgument("adds ", r.bytes, " bytes for a sum of ", c.writes[0].bytes);
+      const uint64_t own = weighs && &r == &c.reads.back() ? weights : bytes;
+      if (r.bytes != own) return InvalidArgument("takes ", r.bytes, " bytes of a sum where it wants ", own);
       if (r.offset % kSumBytes != 0 || r.bytes % kSumBytes != 0)
         return InvalidArgument("the address or size of a summand is no multiple of ", kSumBytes);
     }
   }
-  const Range& total = c.writes[0];
-  for (const Range& r : c.reads) {
-    if (r.offset != total.offset && r.offset < total.offset + total.bytes &&
-        total.offset < r.offset + r.bytes) {
-      return InvalidArgument("the sum takes the place of a part of a summand");
+  if (c.norm) {
+    const uint64_t row = RowBytes(c, *c.norm);
+    if (row % kSumBytes != 0 || row > kMaxRowBytes || bytes % row != 0)
+      return InvalidArgument("the norm of rows of ", row, " bytes in ", bytes);
+    if (weighs && c.norm->weight != c.element && c.norm->weight != Element::kFloat32)
+      return InvalidArgument("a norm's weights are float32, or as the sum");
+  }
+  // Each element is read before its place is written, by the same thread.
+  for (const Range& to : c.writes) {
+    for (const auto* ranges : {&c.reads, &c.writes}) {
+      for (const Range& r : *ranges) {
+        const bool apart = r.offset >= to.offset + to.bytes || to.offset >= r.offset + r.bytes;
+        const bool same = r.offset == to.offset && r.bytes == to.bytes;
+        if (!apart && (!same || (ranges == &c.writes && &r != &to)))
+          return InvalidArgument("the sum takes the place of a part of a summand");
+      }
     }
   }
   return {};
@@ -384,7 +425,17 @@ std::string Encode(const Program& p) {
       out.Put(c.rows.read_pitch);
       out.Put(c.rows.write_pitch);
     }
-    if (c.kind == CommandKind::kSum) out.Put(c.element);
+    if (c.kind != CommandKind::kSum) return;
+    out.Put(c.element);
+    out.Put<uint32_t>(c.norm ? c.norm->width : 0);
+    if (!c.norm) return;
+    out.Put(std::bit_cast<uint32_t>(c.norm->epsilon));
+    out.Put<uint8_t>(c.norm->residual);
+    out.Put(!c.norm->weight                       ? WeightKind::kNone
+            : c.norm->weight == Element::kFloat32 ? WeightKind::kFloat32
+                                                  : WeightKind::kBFloat16);
+    out.Put<uint8_t>(c.norm->rounds_scale);
+    out.Put<uint8_t>(c.norm->rounds_normed);
   });
   return std::move(out).Take();
 }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -86,6 +87,19 @@ struct Rows {
   bool operator==(const Rows&) const = default;
 };
 
+// What a sum goes on to: the RMS norm of its rows, with a residual added to them before, as behind the
+// all-reduces of a transformer. In float32, each result rounded once, unless it says more.
+struct Norm {
+  uint32_t width = 0;  // elements in a row
+  float epsilon = 0;   // added to the mean square
+  bool residual = false;
+  std::optional<Element> weight;  // of each column, if there are weights: float32, or as the sum
+  bool rounds_scale = false;      // before rows are multiplied with it
+  bool rounds_normed = false;     // before they are multiplied with the weights
+
+  bool operator==(const Norm&) const = default;
+};
+
 struct Command {
   CommandKind kind = CommandKind::kLaunch;
   uint32_t stream = 0;
@@ -94,11 +108,14 @@ struct Command {
   // kLaunch: the partition; kRecord, kWait: the event; kCopy, kSignal: the device whose memory it writes;
   // kAwait: the device that sets the flag.
   uint32_t target = 0;
-  std::vector<Range> reads;   // kCopy: exactly the source; kSum: what to add, also in peers' memory
+  std::vector<Range> reads;   // kCopy: exactly the source; kSum: what to add, also in peers' memory, and
+                              // then the norm's residual and weights
   std::vector<Range> writes;  // kCopy: exactly the destination; kSignal: the flag; kAwait: the flag, and then
-                              // what peers have written by the time it is set; kSum: the result
+                              // what peers have written by the time it is set; kSum: the sum, with the
+                              // residual in it, and then the norm
   Rows rows;                  // kCopy only
   Element element = Element::kFloat32;  // kSum only
+  std::optional<Norm> norm;             // kSum only
 
   bool operator==(const Command&) const = default;
 };
@@ -107,6 +124,13 @@ struct Command {
 inline uint64_t RowBytes(const Command& c) {
   return c.reads[0].bytes - (c.rows.count - 1) * c.rows.read_pitch;
 }
+
+inline uint64_t BytesOf(Element element) { return element == Element::kFloat32 ? 4 : 2; }
+// How many of its reads a sum adds.
+inline size_t NumSummands(const Command& c) {
+  return c.reads.size() - (c.norm && c.norm->residual) - (c.norm && c.norm->weight);
+}
+inline uint64_t RowBytes(const Command& sum, const Norm& norm) { return norm.width * BytesOf(sum.element); }
 
 // Whether the command is about the order of others only, and touches no memory.
 inline bool IsEvent(const Command& c) {
@@ -133,11 +157,12 @@ struct Program {
   bool operator==(const Program&) const = default;
 };
 
-inline constexpr uint32_t kProgramVersion = 5;
+inline constexpr uint32_t kProgramVersion = 6;
 inline constexpr uint64_t kFlagBytes = 4;
 inline constexpr uint64_t kSumBytes = 16;  // of which size and addresses of a sum are multiples
 inline constexpr size_t kMaxSummands = 16;
-inline constexpr uint32_t kMaxStreams = 64;  // a host stream is a thread
+inline constexpr uint64_t kMaxRowBytes = 32768;  // of a norm
+inline constexpr uint32_t kMaxStreams = 64;      // a host stream is a thread
 
 // Fails with the field at fault for any bytes that Encode would not have written.
 Result<Program> Decode(std::string_view bytes);

@@ -162,7 +162,7 @@ Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context,
           const bool summed = next < program.commands.size() && program.commands[next].stream == c.stream &&
                               IsSum(program.commands[next]);
           const size_t with_sum = summed ? ExchangeKernels::FlagsAhead(flags) : 0;
-          const size_t alone = std::min(flags.size() - with_sum, ExchangeKernels::kMaxFlags);
+          const size_t alone = std::min(flags.size() - with_sum, kMaxFlags);
           next = alone ? i + alone : next + 1;
           auto made = alone ? result.kernels_->AddFlags(raw, tail, flags.first(alone))
                             : result.kernels_->AddSum(raw, tail, flags, program.commands[next - 1], priority);

@@ -12,9 +12,12 @@ ELEMENTS = {"float32": 0, "bfloat16": 1}
 """What a sum can be of."""
 
 SUM_BYTES = 16
-"""Of which the size and the addresses of a sum are multiples."""
+"""Of which the size and the addresses of a sum are multiples, and the rows of a norm."""
 
 MAX_SUMMANDS = 16
+
+MAX_ROW_BYTES = 32768
+"""Of a norm."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +42,37 @@ class Range:
 
 
 @dataclasses.dataclass(frozen=True)
+class Norm:
+    """What a sum goes on to: the RMS norm of its rows, in float32.
+
+    Attributes:
+      width: elements in a row.
+      eps: added to the mean square.
+      residual: whether one is added to the sum before, behind the summands among the reads.
+      weight: the type of the weights of the columns, the last of the reads; ``None`` if there are none.
+      rounds_scale: whether the rows' scale is rounded before it is multiplied with.
+      rounds_normed: whether rows are rounded before they are multiplied with the weights.
+    """
+
+    width: int
+    eps: float
+    residual: bool
+    weight: str | None
+    rounds_scale: bool = False
+    rounds_normed: bool = False
+
+    def encode(self) -> bytes:
+        """The norm's bytes."""
+        weight = 0 if self.weight is None else 1 + ELEMENTS[self.weight]
+        return struct.pack("<If4B", self.width, self.eps, self.residual, weight, self.rounds_scale, self.rounds_normed)
+
+
+@dataclasses.dataclass(frozen=True)
 class Command:
     """One command on a stream; ``target`` is a partition, an event or a device, by kind (see ``xla_ffi/README.md``).
 
     ``rows`` are those of a copy: how many, and how many bytes their starts lie apart at the source and destination;
-    ``element`` is that of a sum.
+    ``element`` and ``norm`` are those of a sum.
     """
 
     kind: int
@@ -54,12 +83,16 @@ class Command:
     writes: tuple[Range, ...] = ()
     rows: tuple[int, int, int] = (1, 0, 0)
     element: int = 0
+    norm: Norm | None = None
 
     def encode(self) -> bytes:
         """The command's bytes."""
         head = struct.pack("<BI", self.kind, self.stream) + _string(self.operator) + struct.pack("<I", self.target)
         tail = struct.pack("<IQQ", *self.rows) if self.kind == COPY else b""
-        tail += struct.pack("<B", self.element) if self.kind == SUM else b""
+        if self.kind == SUM:
+            tail += struct.pack("<B", self.element) + (
+                struct.pack("<I", 0) if self.norm is None else self.norm.encode()
+            )
         return head + _list(r.encode() for r in self.reads) + _list(r.encode() for r in self.writes) + tail
 
 

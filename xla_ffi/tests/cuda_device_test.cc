@@ -516,6 +516,46 @@ TEST_F(CudaDeviceTest, ASumHasBlocksForItsSizeAndTheDevice) {
   EXPECT_EQ(blocks(1 << 30), 2 * fake_.sms) << "half of what has a place at once";
 }
 
+TEST_F(CudaDeviceTest, ASumIsToldOfItsNorm) {
+  const auto does = [&](std::vector<Range> more, Norm norm, Element element) {
+    std::vector<Range> reads = kParts;
+    reads.insert(reads.end(), more.begin(), more.end());
+    const Range normed = Memory(0xc000, 64);
+    EXPECT_TRUE(Make(ProgramBuilder(1).SumAndNorm(0, "sum", kTotal, normed, reads, norm, element)).ok());
+    EXPECT_TRUE(Run().ok());
+    return fake_.Node(fake_.NodesOf(fake_.launched())[0]).does;
+  };
+  EXPECT_EQ(
+      does({}, {.width = 8, .epsilon = 0.5f}, Element::kFloat32),
+      kAdds + ", residual 0, weight 0, normed into 49152, rows of 2 pieces, 1/width 0.125, epsilon 0.5");
+  EXPECT_EQ(does({Memory(0xd000, 64), Memory(0xe000, 64)},
+                 {.width = 16, .residual = true, .weight = Element::kFloat32, .rounds_scale = true},
+                 Element::kBFloat16),
+            "add 32768 add 36864 into 45056, 64 bytes of bfloat16, residual 53248, weight 57344 wide, normed "
+            "into 49152, rows of 2 pieces, 1/width 0.0625, epsilon 0, scale rounded");
+  EXPECT_EQ(does({Memory(0xe000, 32)}, {.width = 16, .weight = Element::kBFloat16, .rounds_normed = true},
+                 Element::kBFloat16),
+            "add 32768 add 36864 into 45056, 64 bytes of bfloat16, residual 0, weight 57344, normed into "
+            "49152, rows of 2 pieces, 1/width 0.0625, epsilon 0, normed rounded");
+}
+
+TEST_F(CudaDeviceTest, ANormHasABlockForARowAndThreadsForItsPieces) {
+  const auto shape = [&](uint32_t rows, uint32_t width) {
+    const uint64_t bytes = uint64_t{rows} * width * 2;
+    const auto at = [&](int i) { return Memory(uint64_t(i) << 32, bytes); };
+    EXPECT_TRUE(Make(ProgramBuilder(1).SumAndNorm(0, "sum", at(1), at(2), {at(3), at(4)}, {.width = width},
+                                                  Element::kBFloat16))
+                    .ok());
+    EXPECT_TRUE(Run().ok());
+    const cuda::FakeNode& node = fake_.Node(fake_.NodesOf(fake_.launched())[0]);
+    return std::pair(node.grid, node.threads);
+  };
+  EXPECT_EQ(shape(1, 8), std::pair(1u, 64u)) << "a warp for signals, one for awaits";
+  EXPECT_EQ(shape(3, 65 * 8), std::pair(3u, 96u));
+  EXPECT_EQ(shape(16, 4096), std::pair(16u, 512u));
+  EXPECT_EQ(shape(1 << 14, 16384), std::pair(2 * fake_.sms, 512u));
+}
+
 TEST_F(CudaDeviceTest, OnlySignalsAndAwaitsBehindThemArePartOfASum) {
   const auto nodes = [&](const ProgramBuilder& b) {
     EXPECT_TRUE(Make(b, {}, {0, 1}).ok());

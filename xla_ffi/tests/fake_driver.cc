@@ -68,8 +68,10 @@ struct FakeCalls {
   static std::string Does(Function function, unsigned threads, void** params) {
     const std::string name = fake->NameOf(function);
     if (name == "dynaflow_flags") return Flags(threads, params);
-    if (name == "dynaflow_sum_float32") return Sum("float32", params);
-    if (name == "dynaflow_sum_bfloat16") return Sum("bfloat16", params);
+    for (const char* element : {"float32", "bfloat16"}) {
+      if (name == StrCat("dynaflow_sum_", element)) return Sum(element, params);
+      if (name == StrCat("dynaflow_sum_and_norm_", element)) return Sum(element, params) + Norm(params);
+    }
     return {};
   }
   // Groups of flags, one after the other.
@@ -97,6 +99,15 @@ struct FakeCalls {
     };
     return StrCat(each("set ", 4), each("wait ", 6), each("add ", 2), "into ", number(0), ", ", number(1),
                   " bytes of ", element);
+  }
+  static std::string Norm(void** params) {
+    const auto address = [&](int i) { return *static_cast<const uint64_t*>(params[i]); };
+    const auto number = [&](int i) { return *static_cast<const uint32_t*>(params[i]); };
+    const auto fraction = [&](int i) { return *static_cast<const float*>(params[i]); };
+    return StrCat(", residual ", address(8), ", weight ", address(9), number(14) ? " wide" : "",
+                  ", normed into ", address(10), ", rows of ", number(11), " pieces, 1/width ", fraction(12),
+                  ", epsilon ", fraction(13), number(15) ? ", scale rounded" : "",
+                  number(16) ? ", normed rounded" : "");
   }
   // Its nodes one after the other.
   static void Execute(Graph graph) {
@@ -220,7 +231,8 @@ struct FakeCalls {
       if (int error = fake->Call("AddKernelNode", params->function)) return error;
       *node = AddNode(graph, {.after = {after, after + count},
                               .does = Does(params->function, params->block_x, params->params),
-                              .grid = params->grid_x});
+                              .grid = params->grid_x,
+                              .threads = params->block_x});
       return kSuccess;
     };
 

@@ -20,6 +20,7 @@ struct FakeNode {
   std::string does;  // of a kernel of our own
   Event event = nullptr;
   unsigned grid = 1;
+  unsigned threads = 0;  // of a block, if it is a kernel of our own
   unsigned cluster = 0;
   int priority = 0;
 };

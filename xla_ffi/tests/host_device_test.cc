@@ -19,6 +19,7 @@ namespace dynaflow {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::FloatEq;
 using ::testing::HasSubstr;
 
 Status Nothing() { return {}; }
@@ -152,6 +153,59 @@ TEST(HostDevice, ASumMayTakeThePlaceOfASummand) {
       {});
   ASSERT_TRUE(program->Run({}).ok());
   EXPECT_THAT(b, ElementsAre(2, 3, 4, 5, 6, 7, 8, 9));
+}
+
+TEST(HostDevice, NormalizesTheRowsOfASum) {
+  using Numbers = std::array<float, 8>;  // two rows of four
+  struct alignas(kSumBytes) {
+    Numbers a{1, 2, 3, 4, 0, 0, 0, 0}, b{1, 0, -1, -2, 0, 1, 0, 1}, residual{0, 0, 0, 0, 1, 1, 1, 0};
+    std::array<float, 4> weight{1, 2, 3, 4};
+    Numbers total, normed;
+  } m;
+  const auto run = [&](std::vector<Range> more, Norm norm) {
+    std::vector<Range> reads = {Memory(&m.a, 32), Memory(&m.b, 32)};
+    reads.insert(reads.end(), more.begin(), more.end());
+    const Program p =
+        ProgramBuilder(1).SumAndNorm(0, "norm", Memory(&m.total, 32), Memory(&m.normed, 32), reads, norm);
+    ASSERT_TRUE(Validate(p).ok()) << Validate(p).message();
+    ASSERT_TRUE(OnHost(p, {})->Run({}).ok());
+  };
+  run({}, {.width = 4});
+  EXPECT_THAT(m.total, ElementsAre(2, 2, 2, 2, 0, 1, 0, 1));
+  const float root = std::sqrt(2.0f);
+  EXPECT_THAT(m.normed, ElementsAre(1, 1, 1, 1, 0, FloatEq(root), 0, FloatEq(root)));
+  run({Memory(&m.residual, 32), Memory(&m.weight, 16)},
+      {.width = 4, .epsilon = 2.5f, .residual = true, .weight = Element::kFloat32});
+  EXPECT_THAT(m.total, ElementsAre(2, 2, 2, 2, 1, 2, 1, 1));
+  const float scale = 1 / std::sqrt(6.5f), other = 1 / std::sqrt(4.25f);
+  EXPECT_THAT(m.normed,
+              ElementsAre(FloatEq(2 * scale), FloatEq(4 * scale), FloatEq(6 * scale), FloatEq(8 * scale),
+                          FloatEq(other), FloatEq(4 * other), FloatEq(3 * other), FloatEq(4 * other)));
+}
+
+TEST(HostDevice, ANormRoundsWhereItSays) {
+  using Row = std::array<uint16_t, 8>;
+  struct alignas(kSumBytes) {
+    Row a, b{}, weight, total, normed;
+  } m;
+  m.a.fill(0x4040);       // 3
+  m.weight.fill(0x3fe0);  // 1.75
+  const auto run = [&](bool rounds_scale, bool rounds_normed) {
+    const Norm norm{.width = 8,
+                    .epsilon = -0.0805f,  // so that the scale is 0.33483
+                    .weight = Element::kBFloat16,
+                    .rounds_scale = rounds_scale,
+                    .rounds_normed = rounds_normed};
+    const Program p = ProgramBuilder(1).SumAndNorm(
+        0, "norm", Memory(&m.total, 16), Memory(&m.normed, 16),
+        {Memory(&m.a, 16), Memory(&m.b, 16), Memory(&m.weight, 16)}, norm, Element::kBFloat16);
+    EXPECT_TRUE(OnHost(p, {})->Run({}).ok());
+    return m.normed[3];
+  };
+  EXPECT_EQ(run(false, false), 0x3fe1) << "1.0045 * 1.75";
+  EXPECT_EQ(run(true, false), 0x3fe0) << "3 * 0.333984375 * 1.75";
+  EXPECT_EQ(run(false, true), 0x3fe2) << "1.0078125 * 1.75";
+  EXPECT_EQ(run(true, true), 0x3fe0) << "1 * 1.75";
 }
 
 TEST(HostDevice, TakesTheTimeOfASum) {

@@ -45,7 +45,7 @@ def span(space, index, offset, size):
 
 def command(kind, stream, name, target=0, reads=(), writes=(), element=FLOAT32):
     rows = struct.pack("<IQQ", 1, 0, 0) if kind == COPY else b""
-    summed = struct.pack("<B", element) if kind == SUM else b""
+    summed = struct.pack("<BI", element, 0) if kind == SUM else b""
     head = struct.pack("<BI", kind, stream) + string(name) + struct.pack("<I", target)
     return head + listing(reads) + listing(writes) + rows + summed
 

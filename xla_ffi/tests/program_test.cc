@@ -89,7 +89,7 @@ TEST(Decode, NamesTheFieldAtFault) {
       {"has no device", [](Program& p) { p.num_devices = 0; }},
       {"stream 1 is on device 3 of 1", [](Program& p) { p.streams[1].device = 3; }},
       {"65 streams; at most 64", [](Program& p) { p.streams.resize(65); }},
-      {"has 99 events but only 12 commands", [](Program& p) { p.num_events = 99; }},
+      {"has 99 events but only 13 commands", [](Program& p) { p.num_events = 99; }},
       {"operator 'attention' (command 2): stream 2 of 2", [](Program& p) { p.commands[2].stream = 2; }},
       {"operator 'attention' (command 2): partition 7 of 2", [](Program& p) { p.commands[2].target = 7; }},
       {"command 1): event 5 of 2", [](Program& p) { p.commands[1].target = 5; }},
@@ -138,7 +138,7 @@ TEST(Decode, NamesTheFieldAtFault) {
        [](Program& p) { p.commands[10].rows.write_pitch = 99; }},
       {"copies rows of 10 bytes that are 7 apart", [](Program& p) { p.commands[10].rows.read_pitch = 7; }},
       {"copies rows of 8 bytes into rows of 16", [](Program& p) { p.commands[10].rows.write_pitch = 20; }},
-      {"operator 'sum' (command 11): a sum reads 2 to 16 ranges and writes one, not 1 and 1",
+      {"operator 'sum' (command 11): a sum reads 2 to 16 ranges and writes 1, not 1 and 1",
        [](Program& p) { p.commands[11].reads.resize(1); }},
       {"not 17 and 1", [](Program& p) { p.commands[11].reads.resize(17, Memory(0xe000, 64)); }},
       {"not 2 and 0", [](Program& p) { p.commands[11].writes.clear(); }},
@@ -147,7 +147,7 @@ TEST(Decode, NamesTheFieldAtFault) {
        [](Program& p) { p.commands[11].reads[1] = InputBytes(0, 0, 64); }},
       {"a sum is of absolute addresses only",
        [](Program& p) { p.commands[11].writes[0] = OutputBytes(0, 0, 64); }},
-      {"adds 32 bytes for a sum of 64", [](Program& p) { p.commands[11].reads[1].bytes = 32; }},
+      {"takes 32 bytes of a sum where it wants 64", [](Program& p) { p.commands[11].reads[1].bytes = 32; }},
       {"the address or size of a summand is no multiple of 16",
        [](Program& p) { p.commands[11].reads[0].offset = 0xe008; }},
       {"the address or size of a summand is no multiple of 16",
@@ -160,6 +160,43 @@ TEST(Decode, NamesTheFieldAtFault) {
       {"the sum takes the place of a part of a summand",
        [](Program& p) { p.commands[11].writes[0].offset = 0xeff0; }},
       {"sum element is 2, not one of 0 to 1", [](Program& p) { p.commands[11].element = Element{2}; }},
+      {"operator 'norm' (command 12): a sum with a norm reads 4 to 18 ranges and writes 2, not 3 and 2",
+       [](Program& p) { p.commands[12].reads.pop_back(); }},
+      {"not 4 and 1", [](Program& p) { p.commands[12].writes.pop_back(); }},
+      {"takes 32 bytes of a sum where it wants 64", [](Program& p) { p.commands[12].reads[3].bytes = 32; }},
+      {"takes 64 bytes of a sum where it wants 32",
+       [](Program& p) { p.commands[12].norm->weight = Element::kBFloat16; }},
+      {"a norm's weights are float32, or as the sum",
+       [](Program& p) {
+         p.commands[12].element = Element::kFloat32;
+         p.commands[12].norm->weight = Element::kBFloat16;
+         p.commands[12].reads[3].bytes = 32;
+       }},
+      {"the norm of rows of 24 bytes in 64",
+       [](Program& p) {
+         p.commands[12].norm->width = 12;
+         p.commands[12].reads[3].bytes = 48;
+       }},
+      {"the norm of rows of 48 bytes in 64",
+       [](Program& p) {
+         p.commands[12].norm->width = 24;
+         p.commands[12].reads[3].bytes = 96;
+       }},
+      {"the norm of rows of 32784 bytes in 32784",
+       [](Program& p) {
+         Command& c = p.commands[12];
+         c = {CommandKind::kSum, 0, "norm", 0, {}, {}, {}, Element::kBFloat16, Norm{.width = 16392}};
+         for (uint64_t i = 1; i <= 2; ++i) {
+           c.reads.push_back(Memory(i << 20, 32784));
+           c.writes.push_back(Memory(i << 30, 32784));
+         }
+       }},
+      {"the sum takes the place of a part of a summand",
+       [](Program& p) { p.commands[12].writes[1].offset = 0x10000; }},
+      {"the sum takes the place of a part of a summand",
+       [](Program& p) { p.commands[12].writes[1].offset = 0x12010; }},
+      {"the sum takes the place of a part of a summand",
+       [](Program& p) { p.commands[12].writes[0].offset = 0x13020; }},
       {"command kind is 9, not one of 0 to 6", [](Program& p) { p.commands[0].kind = CommandKind{9}; }},
       {"input kind is 2, not one of 0 to 1", [](Program& p) { p.inputs[0].kind = InputKind{2}; }},
       {"range space is 3, not one of 0 to 2", [](Program& p) { p.commands[0].reads[0].space = Space{3}; }},
@@ -177,6 +214,25 @@ TEST(Decode, TakesASumInThePlaceOfASummand) {
   EXPECT_TRUE(Decode(Encode(ProgramBuilder(1).Sum(0, "sum", Memory(0xe000, 64),
                                                   {Memory(0xf000, 64), Memory(0xe000, 64)})))
                   .ok());
+}
+
+TEST(Decode, TakesNormsOfAllKinds) {
+  for (const bool residual : {false, true}) {
+    for (const std::optional<Element> weight :
+         {std::optional<Element>(), {Element::kFloat32}, {Element::kBFloat16}}) {
+      for (const bool rounds : {false, true}) {
+        const Norm norm{16, 0.5f, residual, weight, rounds, !rounds};
+        std::vector<Range> reads = {Memory(0xe000, 64), Memory(0xf000, 64)};
+        if (residual) reads.push_back(Memory(0x12000, 64));
+        if (weight) reads.push_back(Memory(0x13000, 16 * BytesOf(*weight)));
+        const Program p = ProgramBuilder(1).SumAndNorm(0, "norm", Memory(0xe000, 64), Memory(0x12000, 64),
+                                                       reads, norm, Element::kBFloat16);
+        auto decoded = Decode(Encode(p));
+        ASSERT_TRUE(decoded.ok()) << decoded.status().message();
+        EXPECT_EQ(*decoded, p);
+      }
+    }
+  }
 }
 
 // Whatever the bytes, an answer: under the sanitizers this is a small fuzzer.

@@ -63,6 +63,11 @@ class ProgramBuilder {
                       Element element = Element::kFloat32) {
     return Add({CommandKind::kSum, stream, std::move(name), 0, std::move(parts), {to}, {}, element});
   }
+  ProgramBuilder& SumAndNorm(uint32_t stream, std::string name, Range to, Range normed,
+                             std::vector<Range> reads, Norm norm, Element element = Element::kFloat32) {
+    return Add(
+        {CommandKind::kSum, stream, std::move(name), 0, std::move(reads), {to, normed}, {}, element, norm});
+  }
   ProgramBuilder& Devices(uint32_t count) {
     program_.num_devices = count;
     return *this;
@@ -94,27 +99,36 @@ class ProgramBuilder {
 
 // Everything the format has, once.
 inline Program FullProgram() {
-  Program p = ProgramBuilder(2)
-                  .MovingInput(64)
-                  .PinnedInput(0x1000, 128)
-                  .MovingInput(32)
-                  .Output(64)
-                  .Output(32, /*donor=*/2)
-                  .Output(16, /*donor=*/-1, /*address=*/0x2000)
-                  .Copy(0, "input", Memory(0x8000, 64), InputBytes(0, 0, 64))
-                  .Record(0, 0)
-                  .Launch(0, "attention", {Memory(0x8000, 64), Memory(0x1000, 128)}, {Memory(0x9000, 64)})
-                  .Wait(1, 0)
-                  .Launch(1, "ffn", {Memory(0x8000, 64)}, {OutputBytes(1, 0, 32)})
-                  .Record(1, 1)
-                  .Wait(0, 1)
-                  .Copy(0, "output", OutputBytes(0, 0, 64), Memory(0x9000, 64))
-                  .Signal(0, "send", reinterpret_cast<void*>(0x7000))
-                  .Await(0, "receive", reinterpret_cast<void*>(0x7100), 0, {Memory(0xa000, 64)})
-                  .CopyRows(0, "rows", Memory(0xb000, 56), Memory(0xc000, 24), {3, 8, 24})
-                  .Sum(0, "sum", Memory(0xd000, 64), {Memory(0xe000, 64), Memory(0xf000, 64)});
+  Program p =
+      ProgramBuilder(2)
+          .MovingInput(64)
+          .PinnedInput(0x1000, 128)
+          .MovingInput(32)
+          .Output(64)
+          .Output(32, /*donor=*/2)
+          .Output(16, /*donor=*/-1, /*address=*/0x2000)
+          .Copy(0, "input", Memory(0x8000, 64), InputBytes(0, 0, 64))
+          .Record(0, 0)
+          .Launch(0, "attention", {Memory(0x8000, 64), Memory(0x1000, 128)}, {Memory(0x9000, 64)})
+          .Wait(1, 0)
+          .Launch(1, "ffn", {Memory(0x8000, 64)}, {OutputBytes(1, 0, 32)})
+          .Record(1, 1)
+          .Wait(0, 1)
+          .Copy(0, "output", OutputBytes(0, 0, 64), Memory(0x9000, 64))
+          .Signal(0, "send", reinterpret_cast<void*>(0x7000))
+          .Await(0, "receive", reinterpret_cast<void*>(0x7100), 0, {Memory(0xa000, 64)})
+          .CopyRows(0, "rows", Memory(0xb000, 56), Memory(0xc000, 24), {3, 8, 24})
+          .Sum(0, "sum", Memory(0xd000, 64), {Memory(0xe000, 64), Memory(0xf000, 64)}, Element::kBFloat16)
+          .SumAndNorm(0, "norm", Memory(0x10000, 64), Memory(0x11000, 64),
+                      {Memory(0xe000, 64), Memory(0xf000, 64), Memory(0x12000, 64), Memory(0x13000, 64)},
+                      {.width = 16,
+                       .epsilon = 1e-6f,
+                       .residual = true,
+                       .weight = Element::kFloat32,
+                       .rounds_scale = true,
+                       .rounds_normed = true},
+                      Element::kBFloat16);
   p.streams[1] = {.device = 0, .priority = -2, .sm_budget = 32};
-  p.commands.back().element = Element::kBFloat16;
   return p;
 }
 
