@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dynaflow_jax import recognition
 from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.substitution import Match
-from pallas_kernels import add_rms_norm, grouped_matmul, measured, recognition, rms_norm
+from pallas_kernels import add_rms_norm, grouped_matmul, measured, rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +66,22 @@ class Kernels:
         return self.everywhere or measured.worthwhile_in_place(name, kind, module.key(*avals))
 
 
-def _sums_and_norms(jaxpr: Any, interpret: bool) -> Iterator[Match]:
+def _weighted_norms(jaxpr: Any) -> Iterator[recognition.Norm]:
+    """Those that the kernels compute: with a weight, and rounded once."""
     for found in recognition.norms(jaxpr):
+        if found.weight is not None and not found.rounds_scale and not found.rounds_normed:
+            yield found
+
+
+def _sums_and_norms(jaxpr: Any, interpret: bool) -> Iterator[Match]:
+    for found in _weighted_norms(jaxpr):
         if found.terms:
             fn = functools.partial(add_rms_norm.add_rms_norm, eps=found.eps, interpret=interpret)
             yield Match("add_rms_norm", fn, (*found.terms, found.weight), (found.normed, found.x))
 
 
 def _norms(jaxpr: Any, interpret: bool) -> Iterator[Match]:
-    for found in recognition.norms(jaxpr):
+    for found in _weighted_norms(jaxpr):
 
         def norm(x: jax.Array, weight: jax.Array, eps: float = found.eps) -> tuple[jax.Array]:
             return (rms_norm.rms_norm(x, weight, eps=eps, interpret=interpret),)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dynaflow_jax.runtime.arrivals import dead_before, layout
 from dynaflow_jax.runtime.precedence import predecessors
+from dynaflow_jax.runtime.program import Norm
 from dynaflow_jax.runtime.work import Exchange, Partition, Pattern, Value, Where, Work
 
 SIZE = 256
@@ -58,14 +59,18 @@ def works(draw) -> Work:
         made = [value for op in operations if isinstance(op, Partition) for value in op.writes]
         if made and draw(st.booleans()):
             source = draw(st.sampled_from(made))
-            how = draw(st.sampled_from(["together", "apart", "in place", "sums"]))
+            how = draw(st.sampled_from(["together", "apart", "in place", "sums", "norms"]))
             # What arrives: values of their own, one of them the device's own; or one value.
             shape = (2, *values[source].shape) if how == "together" else values[source].shape
-            arrived = tuple(range(len(values), len(values) + (2 if how in ("apart", "in place") else 1)))
+            arrived = tuple(range(len(values), len(values) + (1 if how in ("together", "sums") else 2)))
             values += [Value(shape, values[source].dtype, arrives=True)] * len(arrived)
-            in_place = how in ("in place", "sums")
-            exchange = Exchange(f"{i}", stream, (source,), arrived, (), ("i",), Pattern.GATHER, in_place=in_place)
-            operations.append(dataclasses.replace(exchange, sums=how == "sums"))
+            in_place, sums = how in ("in place", "sums", "norms"), how in ("sums", "norms")
+            exchange = Exchange(f"{i}", stream, (source,), arrived, (), ("i",), Pattern.GATHER, (), in_place, sums)
+            if how == "norms":
+                residual = draw(st.sampled_from(range(len(values) - 2)))
+                norm = Norm(SIZE // 4, 0.0, True, None)
+                exchange = dataclasses.replace(exchange, reads=(source, residual), norm=norm)
+            operations.append(exchange)
         else:
             reads = tuple(draw(st.sets(st.sampled_from(range(len(values))), min_size=1, max_size=3)))
             values.append(Value((SIZE // 4,), np.dtype(np.float32)))
@@ -112,7 +117,10 @@ def test_what_others_read_in_place_stays_until_they_have_said_that_they_are_done
 def test_memory_for_arrivals_is_shared_only_by_values_that_are_never_there_at_once(work):
     before = predecessors(work.operations, lambda value: work.base(value)[0])
     places = layout(work)
-    sizes = {i: sum(work.values[v].size for v in work.operations[i].writes[-1:]) for i in places.offsets}
+    written = {
+        i: op.writes[1:] if op.is_apart else op.writes for i, op in enumerate(work.operations) if i in places.offsets
+    }
+    sizes = {i: sum(work.values[v].size for v in values) for i, values in written.items()}
     for i, at in places.offsets.items():
         for k, other in places.offsets.items():
             if i < k and at < other + sizes[k] and other < at + sizes[i]:

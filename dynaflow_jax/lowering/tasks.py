@@ -17,6 +17,7 @@ import numpy as np
 
 from dynaflow_jax import compat
 from dynaflow_jax.errors import DynaFlowError
+from dynaflow_jax.lowering import norms
 from dynaflow_jax.lowering.capture import captured, enclosed, tied
 from dynaflow_jax.runtime import program as wire
 from dynaflow_jax.runtime.arrivals import telling
@@ -301,7 +302,7 @@ class Builder:
         kept = {self._base(value) for _, parts in self._outputs for value, _ in parts}
         joined = _coalesced(listed, self._base, kept)
         if self.in_place:
-            joined = self._summing(self._read_in_place(joined, kept))
+            joined = self._normalizing(self._summing(self._read_in_place(joined, kept)), kept)
         placed = self._placed(joined, donors)
         over = {value: self.inputs[donors[i]] for value, (i, _) in placed.items() if i in donors}
         operations = tuple(self._compiled(operation, placed.keys() | self._lasting, over) for operation in joined)
@@ -389,6 +390,39 @@ class Builder:
             found.append(operation)
         return found
 
+    def _normalizing(self, operations: list[Task | Exchange], kept: set[int]) -> list[Task | Exchange]:
+        """The operations, with sums that give the norm of their rows too, where that is what they are read for."""
+        made_at = {self._base(value): i for i, operation in enumerate(operations) for value in operation.writes}
+        sent = {self._base(operation.reads[0]) for operation in operations if isinstance(operation, Exchange)}
+        found = list(operations)
+        for i, exchange in enumerate(operations):
+            if not isinstance(exchange, Exchange) or not exchange.sums:
+                continue
+            (total,) = exchange.writes
+            readers = [j for j, other in enumerate(found) if total in map(self._base, other.reads)]
+            task = found[readers[0]] if len(readers) == 1 and total not in kept else None
+            if not isinstance(task, Task) or total not in task.reads:
+                continue
+            avals = [self._avals[value] for value in task.reads]
+            there = {k for k, value in enumerate(task.reads) if made_at.get(self._base(value), -1) < i}
+            split = norms.split(task.compute, avals, task.reads.index(total), there, self.mesh)
+            # What others read may not lie where exchanges put what arrives.
+            if split is None or sent.intersection(task.writes[k] for k in split.given if k is not None):
+                continue
+            aval = self._avals[total]
+            gives = tuple(self.arrival(aval.shape, aval.dtype) if k is None else task.writes[k] for k in split.given)
+            for value in gives:
+                self._values[value] = dataclasses.replace(self._values[value], arrives=True)
+            operands = tuple(task.reads[k] for k in split.operands)
+            found[i] = dataclasses.replace(exchange, reads=exchange.reads + operands, writes=gives, norm=split.norm)
+            found[readers[0]] = dataclasses.replace(
+                task,
+                reads=(*gives, *(task.reads[k] for k in split.reads)),
+                writes=tuple(value for value in task.writes if value not in gives),
+                compute=split.rest,
+            )
+        return _without_idle(found)
+
     def _can_sum(self, exchange: Exchange) -> bool:
         part = self._values[exchange.writes[0]]
         return (
@@ -462,6 +496,22 @@ class Builder:
             tuple(over[i] if i in donated else None for i in into),
             () if self.platform == "cpu" else tuple(functools.partial(form.bytecode, of) for of in (enclosed, tied)),
         )
+
+
+def _without_idle(operations: Sequence[Task | Exchange]) -> list[Task | Exchange]:
+    """The operations without tasks that give nothing any more; who waited for one waits for what it waited for."""
+    idle = {i for i, operation in enumerate(operations) if isinstance(operation, Task) and not operation.writes}
+    writer = {value: i for i, operation in enumerate(operations) for value in operation.writes}
+    waits: dict[int, list[int]] = {}
+    for i, operation in enumerate(operations):
+        before = [*operation.after, *(writer[value] for value in operation.reads if value in writer and i in idle)]
+        waits[i] = [k for j in before for k in (waits[j] if j in idle else [j])]
+    place = {i: k for k, i in enumerate(i for i in range(len(operations)) if i not in idle)}
+    return [
+        dataclasses.replace(operation, after=tuple(dict.fromkeys(place[j] for j in waits[i])))
+        for i, operation in enumerate(operations)
+        if i not in idle
+    ]
 
 
 def _reading_sums(task: Task, dropped: Mapping[int, int]) -> Task:

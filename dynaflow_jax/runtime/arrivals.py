@@ -179,7 +179,7 @@ def layout(work: Work) -> Layout:
         num_flags += work.group_size(exchange.axes)
         if exchange.in_place and not exchange.sums:
             continue
-        needed = slot_size(work, exchange) * (len(exchange.writes) - 1 if exchange.is_apart else 1)
+        needed = slot_size(work, exchange) * (len(exchange.writes) - exchange.is_apart)
         # Whoever gets nothing in a permutation has zeros, in memory that nobody writes to. And if nothing reads what
         # arrives, nothing tells when a device has copied its own part there.
         is_read = bool(history.readers(exchange) & ~(1 << i))

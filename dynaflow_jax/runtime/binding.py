@@ -339,7 +339,9 @@ class Binding(abc.ABC):
             size = self.work.values[exchange.writes[0]].size
             self._summands[index] = [wire.Range(wire.MEMORY, 0, address, size) for address in addresses]
         if not exchange.is_apart:
-            self.assign(exchange.writes[0], self._arrival(group[me], index, 0, me))
+            begin = self._arrival(group[me], index, 0, me)
+            for k, value in enumerate(exchange.writes):
+                self.assign(value, begin + k * slot_size(self.work, exchange))
             return
         for sender, value in enumerate(exchange.writes):
             if sender == me or exchange.in_place:
@@ -454,10 +456,10 @@ class Binding(abc.ABC):
             released = self._released_by(index) if sender == senders[-1] else ()
             commands.append(self._await(stream, name, group[sender], first + sender, (arrived, *released)))
         if exchange.sums:
-            (value,) = exchange.writes
-            element = wire.ELEMENTS[self.work.values[value].dtype.name]
-            parts, total = tuple(self._summands[index]), (self._range(value),)
-            commands.append(wire.Command(wire.SUM, stream, name, 0, parts, total, element=element))
+            element = wire.ELEMENTS[self.work.values[exchange.writes[0]].dtype.name]
+            reads = (*self._summands[index], *map(self._range, exchange.reads[1:]))
+            writes, norm = tuple(map(self._range, exchange.writes)), exchange.norm
+            commands.append(wire.Command(wire.SUM, stream, name, 0, reads, writes, element=element, norm=norm))
         return commands
 
 

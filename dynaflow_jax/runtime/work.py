@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dynaflow_jax.runtime import program as wire
 from dynaflow_jax.runtime.precedence import predecessors
 
 ALIGNMENT = 256
@@ -124,7 +125,7 @@ class Exchange:
     Attributes:
       name: the operator, for messages.
       where: where it runs.
-      reads: the index of the value to send.
+      reads: the index of the value to send; with a norm, of its residual and weight too, where it has them.
       writes: what arrives. Either the index of one value, with a place for each sender in the group's order, the
         device's own part copied to its place (for a permutation, a single place); or one index for each sender in the
         group's order, each value where it happens to be: the device's own where it was computed.
@@ -133,13 +134,14 @@ class Exchange:
       pattern: who gets what.
       pairs: for a permutation, senders and receivers by position in the group.
       in_place: whether nothing is sent: what the others computed is read in their memory.
-      sums: whether it is read right away, to be added: then the only value that is given is the sum.
+      sums: whether it is read right away, to be added: then what is given is the sum.
+      norm: the norm of the sum's rows, if that is given too, as a second value.
       rows: of each part that is sent.
     """
 
     name: str
     where: Where
-    reads: tuple[int]
+    reads: tuple[int, ...]
     writes: tuple[int, ...]
     after: tuple[int, ...]
     axes: tuple[str, ...]
@@ -147,12 +149,13 @@ class Exchange:
     pairs: tuple[tuple[int, int], ...] = ()
     in_place: bool = False
     sums: bool = False
+    norm: wire.Norm | None = None
     rows: Rows = Rows()
 
     @property
     def is_apart(self) -> bool:
         """Whether what arrives are separate values, one for each sender."""
-        return self.pattern is not Pattern.PERMUTE and len(self.writes) > 1
+        return self.pattern is not Pattern.PERMUTE and len(self.writes) > 1 and not self.sums
 
     @property
     def copies_own(self) -> bool:

@@ -9,8 +9,9 @@ from flax import nnx
 from kernel_checks import assert_within_rounding
 
 import dynaflow_jax as df
+from dynaflow_jax import recognition
 from dynaflow_jax.substitution import substituted
-from pallas_kernels import Kernels, add_rms_norm, recognition, rms_norm
+from pallas_kernels import Kernels, add_rms_norm, rms_norm
 
 WIDTH, EPS = 256, 1e-5
 KEYS = jax.random.split(jax.random.key(0), 3)

@@ -10,7 +10,7 @@ import pytest
 import pallas_kernels
 from pallas_kernels import measured
 
-HELPERS = {"hopper", "in_place", "measured", "mosaic", "recognition", "support"}
+HELPERS = {"hopper", "in_place", "measured", "mosaic", "support"}
 KERNELS = sorted({module.name for module in pkgutil.iter_modules(pallas_kernels.__path__)} - HELPERS)
 
 

@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
+from dynaflow_jax import recognition
 from dynaflow_jax.strategies import Auto, DualBatchOverlap, NanoFlow, Sequential, Switch, WithKernels
 from dynaflow_jax.substitution import Match, Substituted
-from pallas_kernels import Kernels, recognition, rms_norm
+from pallas_kernels import Kernels, rms_norm
 
 WIDTH = 128
 SIMULATED = Kernels(interpret=True)

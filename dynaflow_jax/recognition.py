@@ -1,4 +1,4 @@
-"""What a jaxpr computes that a kernel could compute instead, however a model writes it."""
+"""What a jaxpr computes that a kernel could compute instead, however a model writes it: norms, grouped matmuls."""
 
 from __future__ import annotations
 
@@ -20,28 +20,33 @@ _LAYOUTS = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "pvary", "p
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """An RMSNorm. All but ``eps`` are variables of the jaxpr.
+    """An RMSNorm; its arrays are variables of the jaxpr.
 
     Attributes:
       x: what is normalized.
-      weight: ``[width]``.
+      weight: ``[width]``; ``None`` if there is none.
       normed: what comes out, of ``x``'s dtype.
       eps: added to the mean square.
       terms: two arrays of ``x``'s type that ``x`` is the sum of; empty if it is something else.
+      rounds_scale: whether what the rows are multiplied with is rounded to ``x``'s dtype before.
+      rounds_normed: whether rows are rounded to it before they are multiplied with the weight.
     """
 
     x: Any
-    weight: Any
+    weight: Any | None
     normed: Any
     eps: float
     terms: tuple[Any, ...]
+    rounds_scale: bool = False
+    rounds_normed: bool = False
 
 
 def norms(jaxpr: Any) -> Iterator[Norm]:
     """The RMSNorms in an open jaxpr that are computed in float32, and whose parts nothing else reads.
 
     As Flax Linen and NNX, Equinox, MaxText and models by hand write it: with ``rsqrt``, or dividing by ``sqrt``; with
-    the weight multiplied before or after; with a mean that is subtracted and known to be zero.
+    the weight multiplied before or after, or without one; with a mean that is subtracted and known to be zero; with
+    roundings on the way.
     """
     flow = Dataflow(jaxpr)
     for eqn in jaxpr.eqns:
@@ -61,14 +66,13 @@ def _norm(flow: Dataflow, root: Any) -> Norm | None:
         return None
     if not all(_stays_with_its_row(eqn, x.aval.shape) for eqn in inside if eqn.primitive.name in _LAYOUTS):
         return None
-    weight, normed = scaled
-    if (normed.aval.shape, normed.aval.dtype) != (x.aval.shape, x.aval.dtype):
+    if (scaled.normed.aval.shape, scaled.normed.aval.dtype) != (x.aval.shape, x.aval.dtype):
         return None
     add = flow.made_by(x, "add", "add_any")
     terms = () if add is None else tuple(add.invars)
     if any(compat.is_literal(term) or term.aval.shape != x.aval.shape for term in terms):
         terms = ()
-    return Norm(x, weight, normed, eps, terms)
+    return dataclasses.replace(scaled, eps=eps, terms=terms)
 
 
 def _mean_and_eps(flow: Dataflow, atom: Any, inside: list[Any]) -> tuple[Any, float]:
@@ -103,38 +107,36 @@ def _mean_of_square(flow: Dataflow, atom: Any, inside: list[Any]) -> Any | None:
     return square.invars[0]
 
 
-def _scaled(flow: Dataflow, root: Any, x: Any, inside: list[Any]) -> tuple[Any, Any] | None:
-    """The weight, and the result, where the scale is multiplied with it and with what was normalized."""
+def _scaled(flow: Dataflow, root: Any, x: Any, inside: list[Any]) -> Norm | None:
+    """The norm, as far as it is what becomes of the root: multiplied with what was normalized and with a weight."""
     weight, normalizes, var = None, False, root.outvars[0]
-    while not (normalizes and weight is not None):
-        if (eqn := flow.only_reader(var)) is None:
-            return None
-        (out,) = eqn.outvars
-        if eqn.primitive.name in ("mul", "div"):
+    rounds_scale = rounds_normed = False
+    narrow = False  # whether the value has been rounded
+    while (eqn := flow.only_reader(var)) is not None:
+        (out,), name = eqn.outvars, eqn.primitive.name
+        if name == "convert_element_type" and out.aval.dtype == x.aval.dtype and not narrow:
+            if not normalizes and (weight is not None or root.primitive.name == "sqrt"):
+                break  # it is something else that is rounded
+            narrow, rounds_scale = True, rounds_scale or not normalizes
+        elif name in ("mul", "div") and out.aval.dtype == var.aval.dtype:
             others = [atom for atom in eqn.invars if atom is not var]
-            if len(others) != 1 or out.aval.dtype != jnp.float32:
-                return None
             inverse = root.primitive.name == "sqrt" and not normalizes
-            if inverse != (eqn.primitive.name == "div") or (inverse and eqn.invars[1] is not var):
-                return None
-            if not normalizes and _narrow(flow, others[0]) is x:
+            if len(others) != 1 or inverse != (name == "div") or (inverse and eqn.invars[1] is not var):
+                break
+            if not normalizes and (others[0] if narrow else _narrow(flow, others[0])) is x:
                 normalizes = True
-            elif weight is None and not inverse:
+            elif weight is None and not inverse and not (narrow and not normalizes):
                 weight = _row(flow, others[0], x.aval.shape[-1])
                 if weight is None:
-                    return None
+                    break
+                rounds_normed = narrow
             else:
-                return None
-        elif eqn.primitive.name not in _LAYOUTS:
-            return None
+                break
+        elif name not in _LAYOUTS or normalizes:
+            break
         inside.append(eqn)
         var = out
-    if x.aval.dtype != jnp.float32 and (eqn := flow.only_reader(var)) is not None:
-        if eqn.primitive.name != "convert_element_type":
-            return None
-        inside.append(eqn)
-        (var,) = eqn.outvars
-    return weight, var
+    return Norm(x, weight, var, 0.0, (), rounds_scale, rounds_normed) if normalizes else None
 
 
 def _narrow(flow: Dataflow, atom: Any) -> Any:
@@ -142,13 +144,13 @@ def _narrow(flow: Dataflow, atom: Any) -> Any:
     while True:
         if (sub := flow.made_by(atom, "sub")) is not None and _number(flow, sub.invars[1]) == 0.0:
             atom = sub.invars[0]
-        elif (widened := _widened(flow, atom)) is not None:
-            atom = widened
+        elif (source := widened(flow, atom)) is not None:
+            atom = source
         else:
             return atom
 
 
-def _widened(flow: Dataflow, atom: Any) -> Any | None:
+def widened(flow: Dataflow, atom: Any) -> Any | None:
     """What a value was converted from, if that lost nothing."""
     eqn = flow.made_by(atom, "convert_element_type")
     if eqn is None:
@@ -179,7 +181,7 @@ def _stays_with_its_row(eqn: Any, shape: tuple[int, ...]) -> bool:
 def _row(flow: Dataflow, atom: Any, width: int) -> Any | None:
     """The vector that an array holds in each of its rows."""
     while not compat.is_literal(atom) and atom.aval.shape != (width,):
-        if (source := _widened(flow, atom)) is None:
+        if (source := widened(flow, atom)) is None:
             eqn = flow.made_by(atom, *_LAYOUTS)
             if eqn is None or not _keeps_rows(eqn, width):
                 return None
