@@ -54,6 +54,7 @@ inline constexpr unsigned kEventDefault = 0;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr int kCaptureRelaxed = 2;
 inline constexpr int kAttributeSmCount = 16;
+inline constexpr int kAttributeMajor = 75;  // of the compute capability
 inline constexpr int kMemoryDevice = 2;
 inline constexpr int kResourceSm = 1;
 inline constexpr unsigned kGreenDefaultStream = 1;

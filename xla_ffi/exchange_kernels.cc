@@ -24,8 +24,13 @@ Result<std::shared_ptr<const ExchangeKernels>> ExchangeKernels::Of(const Driver&
   std::weak_ptr<const ExchangeKernels>& entry = loaded[{&driver, context}];
   if (auto kernels = entry.lock()) return kernels;
   std::shared_ptr<ExchangeKernels> kernels(new ExchangeKernels(driver, context));
+  Device device = 0;
+  int count = 0, major = 0;
+  DYNAFLOW_CUDA(driver, ContextGetDevice, &device);
+  DYNAFLOW_CUDA(driver, DeviceGetAttribute, &count, kAttributeSmCount, device);
+  DYNAFLOW_CUDA(driver, DeviceGetAttribute, &major, kAttributeMajor, device);
   Module module = nullptr;
-  DYNAFLOW_CUDA(driver, ModuleLoad, &module, ExchangePtx().c_str());
+  DYNAFLOW_CUDA(driver, ModuleLoad, &module, ExchangePtx(major).c_str());
   kernels->module_ = OwnedModule(module, {&driver});
   DYNAFLOW_CUDA(driver, ModuleGetFunction, &kernels->flags_, module, kFlagsKernel);
   for (Element element : {Element::kFloat32, Element::kBFloat16}) {
@@ -34,10 +39,6 @@ Result<std::shared_ptr<const ExchangeKernels>> ExchangeKernels::Of(const Driver&
       DYNAFLOW_CUDA(driver, ModuleGetFunction, &sum, module, SumKernel(element, with_norm).c_str());
     }
   }
-  Device device = 0;
-  int count = 0;
-  DYNAFLOW_CUDA(driver, ContextGetDevice, &device);
-  DYNAFLOW_CUDA(driver, DeviceGetAttribute, &count, kAttributeSmCount, device);
   kernels->multiprocessors_ = static_cast<unsigned>(count);
   entry = kernels;
   return std::shared_ptr<const ExchangeKernels>(std::move(kernels));

@@ -10,9 +10,6 @@ namespace {
 // stands for was written by kernels and copies before this node, or read by them; the fence makes the flag
 // come after it.
 constexpr char kFlags[] = R"(
-.version 6.0
-.target sm_70
-.address_size 64
 .visible .entry dynaflow_flags(
   .param .align 8 .b8 addresses[256],
   .param .align 4 .b8 kinds[128],
@@ -164,64 +161,10 @@ clear:
 }
 )";
 
-int PerPiece(Element element) { return element == Element::kFloat32 ? 4 : 8; }
-
-// Numbers %INTO0 ... of four words from %WORDS<first> on, or these added to them.
-std::string Unpack(Element element, char words, char into, bool adds = false, unsigned first = 0) {
-  std::string text;
-  const auto take = [&](unsigned k, const std::string& bits) {
-    text += StrCat("  mov.b32 %", adds ? "y" : StrCat(into, k), ", ", bits, ";\n");
-    if (adds) text += StrCat("  add.rn.f32 %", into, k, ", %", into, k, ", %y;\n");
-  };
-  for (unsigned i = 0; i < 4; ++i) {
-    const std::string word = StrCat("%", words, first + i);
-    if (element == Element::kFloat32) {
-      take(i, word);
-    } else {
-      text += StrCat("  shl.b32 %value, ", word, ", 16;\n");
-      take(2 * i, "%value");
-      text += StrCat("  and.b32 %value, ", word, ", 0xffff0000;\n");
-      take(2 * i + 1, "%value");
-    }
-  }
-  return text;
-}
-
-// A number as the element has it. The conversion to bfloat16 came with later devices than the rest needs: to
-// the nearest, of two the even one, and no number stays none.
-std::string Round(Element element, std::string_view number) {
-  if (element == Element::kFloat32) return {};
-  return StrCat("  mov.b32 %value, ", number, ";\n  bfe.u32 %bit, %value, 16, 1;\n",
-                "  add.u32 %value, %value, %bit;\n  add.u32 %value, %value, 0x7fff;\n", "  setp.nan.f32 %q, ",
-                number, ", ", number, ";\n  @%q mov.b32 %value, 0x7fff0000;\n",
-                "  and.b32 %value, %value, 0xffff0000;\n  mov.b32 ", number, ", %value;\n");
-}
-
-std::string RoundAll(Element element, char numbers) {
-  std::string text;
-  for (int k = 0; k < PerPiece(element); ++k) text += Round(element, StrCat("%", numbers, k));
-  return text;
-}
-
-// Words %w of numbers that are rounded.
-std::string Pack(Element element, char numbers) {
-  std::string text;
-  for (int i = 0; i < 4; ++i) {
-    if (element == Element::kFloat32) {
-      text += StrCat("  mov.b32 %w", i, ", %", numbers, i, ";\n");
-    } else {
-      text += StrCat("  mov.b32 %value, %", numbers, 2 * i, ";\n  mov.b32 %bit, %", numbers, 2 * i + 1,
-                     ";\n  prmt.b32 %w", i, ", %value, %bit, 0x7632;\n");
-    }
-  }
-  return text;
-}
-
 // At %place in what the parameter, or %at, points to.
-std::string Load(char words, std::string_view from = {}) {
-  return StrCat("  ld.param.u64 %part, [", from.empty() ? "%at" : from,
-                "];\n  add.s64 %part, %part, %place;\n  ld.global.v4.b32 {%", words, "0, %", words, "1, %",
-                words, "2, %", words, "3}, [%part];\n");
+std::string Load(char words, std::string_view from) {
+  return StrCat("  ld.param.u64 %part, [", from, "];\n  add.s64 %part, %part, %place;\n  ld.global.v4.b32 {%",
+                words, "0, %", words, "1, %", words, "2, %", words, "3}, [%part];\n");
 }
 
 std::string Store(std::string_view to) {
@@ -229,35 +172,18 @@ std::string Store(std::string_view to) {
                 "];\n  add.s64 %part, %part, %place;\n  st.global.v4.b32 [%part], {%w0, %w1, %w2, %w3};\n");
 }
 
-// The numbers %a of what all parts have at %place, added; `label` makes labels of its own of it.
-std::string Add(Element element, std::string_view label) {
-  return StrCat("  mov.b64 %at, parts;\n", Load('w'), "  add.s64 %at, %at, 8;\n", Load('v'),
-                Unpack(element, 'w', 'a'), Unpack(element, 'v', 'a', /*adds=*/true),
-                "  ld.param.u32 %n, [num_parts];\n  sub.u32 %n, %n, 2;\nmore", label,
-                ":\n  setp.eq.u32 %p, %n, 0;\n  @%p bra all", label, ";\n  add.s64 %at, %at, 8;\n", Load('v'),
-                Unpack(element, 'v', 'a', /*adds=*/true), "  sub.u32 %n, %n, 1;\n  bra more", label, ";\nall",
-                label, ":\n", RoundAll(element, 'a'));
-}
-
-// Blocks take turns at pieces.
-std::string Sums(Element element) {
-  return StrCat(R"(
-  mul.lo.u32 %value, %blocks, %threads;
-  mul.wide.u32 %step, %value, 16;
-  mad.lo.u32 %value, %block, %threads, %thread;
-  mul.wide.u32 %place, %value, 16;
-next:
-  setp.ge.u64 %p, %place, %bytes;
-  @%p bra through;
-)",
-                Add(element, ""), Pack(element, 'a'), Store("total"),
-                "  add.s64 %place, %place, %step;\n  bra next;\n");
-}
-
-// Whether the thread has no k-th piece of the row, or where that is.
+// Where the thread's k-th piece of its row is, unless it has none.
 std::string Piece(unsigned k, std::string_view otherwise) {
-  return StrCat("  mad.lo.u32 %index, %threads, ", k, ", %thread;\n  setp.ge.u32 %p, %index, %n;\n",
-                "  @%p bra ", otherwise, ";\n  mul.wide.u32 %place, %index, 16;\n");
+  return StrCat("  ld.param.u32 %n, [pieces];\n  mad.lo.u32 %index, %threads, ", k,
+                ", %thread;\n  setp.ge.u32 %p, %index, %n;\n  @%p bra ", otherwise,
+                ";\n  mul.wide.u32 %place, %index, 16;\n");
+}
+
+// Goes to the label if a parameter, a number or an address, is zero.
+std::string UnlessGiven(std::string_view parameter, std::string_view label, bool address) {
+  const auto *bits = address ? "64" : "32", *into = address ? "%part" : "%n";
+  return StrCat("  ld.param.u", bits, " ", into, ", [", parameter, "];\n  setp.eq.u", bits, " %p, ", into,
+                ", 0;\n  @%p bra ", label, ";\n");
 }
 
 // Adds up %squares over the lanes of a warp, for all of them.
@@ -270,11 +196,29 @@ std::string OverLanes() {
   return text;
 }
 
-// Blocks take turns at rows: what was added is kept, and multiplied with the scale of its row when that is
-// known. The order of additions is the same on every device.
-std::string SumsAndNorms(Element element) {
-  const int per_piece = PerPiece(element);
-  std::string text = R"(
+// The two kernels for sums of one kind of element.
+class SumText {
+ public:
+  SumText(Element element, bool converts) : wide_(element == Element::kFloat32), converts_(converts) {}
+
+  // Blocks take turns at pieces.
+  std::string Sums() const {
+    return StrCat(R"(
+  mul.lo.u32 %value, %blocks, %threads;
+  mul.wide.u32 %step, %value, 16;
+  mad.lo.u32 %value, %block, %threads, %thread;
+  mul.wide.u32 %place, %value, 16;
+next:
+  setp.ge.u64 %p, %place, %bytes;
+  @%p bra through;
+)",
+                  Add(""), Pack(), Store("total"), "  add.s64 %place, %place, %step;\n  bra next;\n");
+  }
+
+  // Blocks take turns at rows: what was added is kept, and multiplied with the scale of its row when that is
+  // known. The order of additions is the same on every device.
+  std::string SumsAndNorms() const {
+    std::string text = R"(
   ld.param.u32 %n, [pieces];
   mul.wide.u32 %pitch, %n, 16;
   cvt.u64.u32 %row, %block;
@@ -284,18 +228,18 @@ row:
   @%p bra through;
   mov.f32 %squares, 0f00000000;
 )";
-  for (unsigned k = 0; k < kMaxRowPieces; ++k) {
-    text += StrCat("  ld.param.u32 %n, [pieces];\n", Piece(k, "added"), "  add.s64 %place, %place, %row;\n",
-                   Add(element, StrCat("_", k)),
-                   "  ld.param.u64 %part, [residual];\n  setp.eq.u64 %p, %part, 0;\n  @%p bra alone_", k,
-                   ";\n", Load('v', "residual"), Unpack(element, 'v', 'a', /*adds=*/true),
-                   RoundAll(element, 'a'), "alone_", k, ":\n", Pack(element, 'a'), Store("total"));
-    for (unsigned i = 0; i < 4; ++i) text += StrCat("  mov.b32 %x", 4 * k + i, ", %w", i, ";\n");
-    for (int i = 0; i < per_piece; ++i) {
-      text += StrCat("  fma.rn.f32 %squares, %a", i, ", %a", i, ", %squares;\n");
+    for (unsigned k = 0; k < kMaxRowPieces; ++k) {
+      const std::string alone = StrCat("alone_", k);
+      text +=
+          StrCat(Piece(k, "added"), "  add.s64 %place, %place, %row;\n", Add(StrCat("_", k)), Pack(),
+                 UnlessGiven("residual", alone, /*address=*/true), Unpack('w', 'a'), Load('v', "residual"),
+                 AddWords('v'), Pack(), alone, ":\n", Store("total"), Unpack('w', 'a'));
+      for (int i = 0; i < Numbers(); ++i) {
+        text += StrCat("  fma.rn.f32 %squares, %a", i, ", %a", i, ", %squares;\n");
+      }
+      for (unsigned i = 0; i < 4; ++i) text += StrCat("  mov.b32 %x", 4 * k + i, ", %w", i, ";\n");
     }
-  }
-  text += StrCat("added:\n", OverLanes(), R"(
+    text += StrCat("added:\n", OverLanes(), R"(
   and.b32 %index, %thread, 31;
   setp.ne.u32 %p, %index, 0;
   shr.u32 %value, %thread, 5;
@@ -311,47 +255,118 @@ row:
   mov.f32 %squares, 0f00000000;
   @%p ld.shared.f32 %squares, [%value];
 )",
-                 OverLanes(), R"(
+                   OverLanes(), R"(
   bar.sync 0;
   ld.param.f32 %y, [inverse_width];
   ld.param.f32 %scale, [epsilon];
   mul.rn.f32 %squares, %squares, %y;
   add.rn.f32 %squares, %squares, %scale;
   rsqrt.approx.f32 %scale, %squares;
-  ld.param.u32 %n, [rounds_scale];
-  setp.eq.u32 %p, %n, 0;
-  @%p bra scaled;
 )",
-                 Round(element, "%scale"), "scaled:\n");
-  for (unsigned k = 0; k < kMaxRowPieces; ++k) {
-    text += StrCat("  ld.param.u32 %n, [pieces];\n", Piece(k, "done"),
-                   Unpack(element, 'x', 'a', /*adds=*/false, 4 * k));
-    for (int i = 0; i < per_piece; ++i) text += StrCat("  mul.rn.f32 %a", i, ", %a", i, ", %scale;\n");
-    text += StrCat("  ld.param.u32 %n, [rounds_normed];\n  setp.eq.u32 %p, %n, 0;\n  @%p bra normed_", k,
-                   ";\n", RoundAll(element, 'a'), "normed_", k,
-                   ":\n  ld.param.u64 %part, [weight];\n  setp.eq.u64 %p, %part, 0;\n  @%p bra weighed_", k,
-                   ";\n");
-    const std::string narrow = StrCat(Load('v', "weight"), Unpack(element, 'v', 'b'));
-    if (element == Element::kFloat32) {
-      text += narrow;
-    } else {
-      text += StrCat("  ld.param.u32 %n, [wide_weight];\n  setp.eq.u32 %p, %n, 0;\n  @%p bra narrow_", k,
-                     ";\n  add.s64 %part, %part, %place;\n  add.s64 %part, %part, %place;\n",
-                     "  ld.global.v4.f32 {%b0, %b1, %b2, %b3}, [%part];\n",
-                     "  ld.global.v4.f32 {%b4, %b5, %b6, %b7}, [%part + 16];\n  bra weigh_", k, ";\nnarrow_",
-                     k, ":\n", narrow, "weigh_", k, ":\n");
+                   UnlessGiven("rounds_scale", "scaled", /*address=*/false), Round("%scale"), "scaled:\n");
+    for (unsigned k = 0; k < kMaxRowPieces; ++k) {
+      const std::string normed = StrCat("normed_", k), weighed = StrCat("weighed_", k);
+      text += StrCat(Piece(k, "done"), Unpack('x', 'a', 4 * k));
+      for (int i = 0; i < Numbers(); ++i) text += StrCat("  mul.rn.f32 %a", i, ", %a", i, ", %scale;\n");
+      text += StrCat(UnlessGiven("rounds_normed", normed, /*address=*/false), Pack(), Unpack('w', 'a'),
+                     normed, ":\n", UnlessGiven("weight", weighed, /*address=*/true), Weights(k));
+      for (int i = 0; i < Numbers(); ++i) text += StrCat("  mul.rn.f32 %a", i, ", %a", i, ", %b", i, ";\n");
+      text += StrCat(weighed, ":\n", Pack(), "  add.s64 %place, %place, %row;\n", Store("normed"));
     }
-    for (int i = 0; i < per_piece; ++i) text += StrCat("  mul.rn.f32 %a", i, ", %a", i, ", %b", i, ";\n");
-    text += StrCat("weighed_", k, ":\n", RoundAll(element, 'a'), Pack(element, 'a'),
-                   "  add.s64 %place, %place, %row;\n", Store("normed"));
-  }
-  return StrCat(text, R"(done:
+    return StrCat(text, R"(done:
   cvt.u64.u32 %step, %blocks;
   mul.lo.s64 %step, %step, %pitch;
   add.s64 %row, %row, %step;
   bra row;
 )");
-}
+  }
+
+ private:
+  int Numbers() const { return wide_ ? 4 : 8; }  // in a piece
+
+  // The bits of each number in four words from %WORDS<first> on.
+  template <typename Take>
+  std::string Each(char words, unsigned first, Take take) const {
+    std::string text;
+    for (unsigned i = 0; i < 4; ++i) {
+      const std::string word = StrCat("%", words, first + i);
+      if (wide_) {
+        text += take(i, word);
+      } else {
+        text += StrCat("  shl.b32 %value, ", word, ", 16;\n", take(2 * i, "%value"), "  and.b32 %value, ",
+                       word, ", 0xffff0000;\n", take(2 * i + 1, "%value"));
+      }
+    }
+    return text;
+  }
+
+  // Numbers %INTO0 ... of the words.
+  std::string Unpack(char words, char into, unsigned first = 0) const {
+    return Each(words, first, [&](unsigned k, std::string_view bits) {
+      return StrCat("  mov.b32 %", into, k, ", ", bits, ";\n");
+    });
+  }
+
+  // The numbers of the words, added to %a.
+  std::string AddWords(char words) const {
+    return Each(words, 0, [](unsigned k, std::string_view bits) {
+      return StrCat("  mov.b32 %y, ", bits, ";\n  add.rn.f32 %a", k, ", %a", k, ", %y;\n");
+    });
+  }
+
+  // A number as the element has it: to the nearest, of two the even one, and what is none stays none.
+  std::string Round(std::string_view number) const {
+    if (wide_) return {};
+    if (converts_) {
+      return StrCat("  cvt.rn.bf16x2.f32 %value, ", number, ", ", number,
+                    ";\n  and.b32 %value, %value, 0xffff0000;\n  mov.b32 ", number, ", %value;\n");
+    }
+    return StrCat("  mov.b32 %value, ", number, ";\n  bfe.u32 %bit, %value, 16, 1;\n",
+                  "  add.u32 %value, %value, %bit;\n  add.u32 %value, %value, 0x7fff;\n",
+                  "  setp.nan.f32 %q, ", number, ", ", number, ";\n  @%q mov.b32 %value, 0x7fff0000;\n",
+                  "  and.b32 %value, %value, 0xffff0000;\n  mov.b32 ", number, ", %value;\n");
+  }
+
+  // Words %w of the numbers %a, rounded.
+  std::string Pack() const {
+    std::string text;
+    for (int i = 0; i < 4; ++i) {
+      const std::string low = StrCat("%a", wide_ ? i : 2 * i), high = StrCat("%a", 2 * i + 1);
+      if (wide_) {
+        text += StrCat("  mov.b32 %w", i, ", ", low, ";\n");
+      } else if (converts_) {
+        text += StrCat("  cvt.rn.bf16x2.f32 %w", i, ", ", high, ", ", low, ";\n");
+      } else {
+        text += StrCat(Round(low), Round(high), "  mov.b32 %value, ", low, ";\n  mov.b32 %bit, ", high,
+                       ";\n  prmt.b32 %w", i, ", %value, %bit, 0x7632;\n");
+      }
+    }
+    return text;
+  }
+
+  // The numbers %a of what all parts have at %place, added; `label` makes labels of its own of it.
+  std::string Add(std::string_view label) const {
+    return StrCat(
+        "  mov.b64 %at, parts;\n", Load('w', "%at"), "  add.s64 %at, %at, 8;\n", Load('v', "%at"),
+        Unpack('w', 'a'), AddWords('v'), "  ld.param.u32 %n, [num_parts];\n  sub.u32 %n, %n, 2;\nmore", label,
+        ":\n  setp.eq.u32 %p, %n, 0;\n  @%p bra all", label, ";\n  add.s64 %at, %at, 8;\n", Load('v', "%at"),
+        AddWords('v'), "  sub.u32 %n, %n, 1;\n  bra more", label, ";\nall", label, ":\n");
+  }
+
+  // The numbers %b of the weights of the k-th piece, which is at %place of a row.
+  std::string Weights(unsigned k) const {
+    const std::string own = StrCat(Load('v', "weight"), Unpack('v', 'b'));
+    if (wide_) return own;
+    return StrCat(UnlessGiven("wide_weight", StrCat("narrow_", k), /*address=*/false),
+                  "  ld.param.u64 %part, [weight];\n  add.s64 %part, %part, %place;\n",
+                  "  add.s64 %part, %part, %place;\n  ld.global.v4.f32 {%b0, %b1, %b2, %b3}, [%part];\n",
+                  "  ld.global.v4.f32 {%b4, %b5, %b6, %b7}, [%part + 16];\n  bra weigh_", k, ";\nnarrow_", k,
+                  ":\n", own, "weigh_", k, ":\n");
+  }
+
+  const bool wide_;      // float32
+  const bool converts_;  // whether the device has conversions to bfloat16
+};
 
 }  // namespace
 
@@ -360,13 +375,16 @@ std::string SumKernel(Element element, bool with_norm) {
                 element == Element::kFloat32 ? "float32" : "bfloat16");
 }
 
-std::string ExchangePtx() {
-  std::string text = StrCat(kFlags, kSumGlobals);
+std::string ExchangePtx(int major) {
+  const bool converts = major >= 8;
+  std::string text = StrCat(converts ? ".version 7.0\n.target sm_80" : ".version 6.0\n.target sm_70",
+                            "\n.address_size 64\n", kFlags, kSumGlobals);
   for (Element element : {Element::kFloat32, Element::kBFloat16}) {
+    const SumText sum(element, converts);
     text += StrCat(".visible .entry ", SumKernel(element, false), "(", kSumParams,
-                   "\n)\n.maxntid 512, 1, 1\n.minnctapersm 4", kSumFlags, Sums(element), kSumEnd);
+                   "\n)\n.maxntid 512, 1, 1\n.minnctapersm 4", kSumFlags, sum.Sums(), kSumEnd);
     text += StrCat(".visible .entry ", SumKernel(element, true), "(", kSumParams, kNormParams,
-                   "\n)\n.maxntid 512, 1, 1\n.minnctapersm 2", kSumFlags, SumsAndNorms(element), kSumEnd);
+                   "\n)\n.maxntid 512, 1, 1\n.minnctapersm 2", kSumFlags, sum.SumsAndNorms(), kSumEnd);
   }
   return text;
 }

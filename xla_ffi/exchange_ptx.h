@@ -1,5 +1,5 @@
 // The text of the kernels of `exchange_kernels.h`, in PTX, which the driver compiles: so that nothing is
-// needed to build them, and one text serves all devices from compute capability 7.0 on.
+// needed to build them, and the text depends on the device only in how it rounds.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@ inline constexpr size_t kMaxFlags = 32;  // in a kernel of flags, and of each ki
 inline constexpr unsigned kMaxSumThreads = 512;
 inline constexpr unsigned kMaxRowPieces = 4;  // of 16 bytes, that a thread has of a row
 
-// All kernels.
-std::string ExchangePtx();
+// All kernels, for devices of a compute capability with this major number, 7 or more.
+std::string ExchangePtx(int major);
 
 // Takes the addresses of up to 32 flags, each one's kind and turn, and how many turns there are.
 inline constexpr char kFlagsKernel[] = "dynaflow_flags";
