@@ -2,6 +2,9 @@
 
 XLA does some copying on its own: no output may share memory with an input, a constant or another output, and what is
 written in place must not be an input. Such copies belong into the capture, or replaying it would miss them.
+
+Some results are to be computed in the memory of arguments, as new weights are where the old ones are. XLA does so if it
+sees that everything else has read these by then, and copies them there in the end if not.
 """
 
 from __future__ import annotations
@@ -33,15 +36,17 @@ _CALLS = compat.CALLS | compat.REMAT | {"custom_jvp_call", "custom_vjp_call"}
 _TOKEN = jax.ShapeDtypeStruct((), np.int32)
 
 
-def captured(fun: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
+def captured(fun: Callable[..., Sequence[Any]], into: Sequence[int] = ()) -> Callable[..., list[Any]]:
     """A function whose kernels are captured when it runs: a capture begins before the first and ends after the last.
 
     Args:
       fun: gives a sequence of arrays.
+      into: the arguments, by position, in whose memory the first results are to be; left to XLA.
 
     Returns:
       A function with those results, and a token behind them.
     """
+    del into
 
     def run(*args: Any) -> list[Any]:
         args, _ = _begun(args)
@@ -51,24 +56,27 @@ def captured(fun: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
     return run
 
 
-def enclosed(fun: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
+def enclosed(fun: Callable[..., Sequence[Any]], into: Sequence[int] = ()) -> Callable[..., list[Any]]:
     """The same, with all copies inside, whatever the function gives: at the price that more may be copied."""
-    return _inside(fun, tied=False)
+    return _inside(fun, into, tied=False)
 
 
-def tied(fun: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
+def tied(fun: Callable[..., Sequence[Any]], into: Sequence[int] = ()) -> Callable[..., list[Any]]:
     """The same, with what depends on no argument inside, too: at the price that XLA folds no constants.
 
     And with every result copied: what computes it may turn out to change nothing, and the result to be an argument.
     """
-    return _inside(fun, tied=True)
+    return _inside(fun, into, tied=True)
 
 
-def _inside(fun: Callable[..., Sequence[Any]], *, tied: bool) -> Callable[..., list[Any]]:
+def _inside(fun: Callable[..., Sequence[Any]], into: Sequence[int], *, tied: bool) -> Callable[..., list[Any]]:
     def run(*args: Any) -> list[Any]:
         program = jax.make_jaxpr(fun)(*args)
         args, started = _begun(args)
         results = _evaluate(program, args, started, tied)
+        if into:  # everything has been read by then
+            results, targets = jax.lax.optimization_barrier((results, [args[i] for i in into]))
+            results[: len(into)] = map(_written_over, results, targets)
         # The end gives the outputs, in place, so that they have memory of their own and rows in order before it.
         types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
         in_place = {i: i for i in range(len(results))}
@@ -190,6 +198,12 @@ def _copied(value: Any, started: jax.Array) -> Any:
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return _of_bits(lambda bits: _copied(bits, started), value)
     return jax.ffi.ffi_call("dynaflow_copy", jax.ShapeDtypeStruct(value.shape, value.dtype))(value, started)
+
+
+def _written_over(value: Any, target: Any) -> Any:
+    """A value in the memory of another one."""
+    same = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    return jax.ffi.ffi_call("dynaflow_copy", same, input_output_aliases={1: 0})(value, target)
 
 
 def _of_bits(fun: Callable[[Any], Any], keys: Any) -> Any:

@@ -556,7 +556,7 @@ class _Module:
             results = self._compute(*args)
             return [results[i] for i in first]
 
-        enclosing = form(compute)
+        enclosing = form(compute, sorted(self.donated))  # in the order of the first results
         memory = (*self.donated, *range(len(shapes), len(shapes) + len(given)))
         return self._lowered(lambda *args: enclosing(*args[: len(shapes)]), [*shapes, *given], memory)
 

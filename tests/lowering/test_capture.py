@@ -226,3 +226,29 @@ def test_nothing_of_any_partition_is_left_outside(name, modules):
     for module in modules:
         compiled = module.in_capture(capture.tied).compile()
         assert cuda.outside_of_capture(compiled.as_text()) is None, module.task.name
+
+
+@BARRIERS
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_weights_that_are_read_to_the_end_are_written_over_inside(form, modules, monkeypatch):
+    """XLA does not see that the backward pass has read them when they are replaced, and copies; not everywhere."""
+    monkeypatch.setattr(tasks, "IN_PLACE_OUTPUT_BYTES", 1)
+    stand_in()
+
+    def step(ws, x):
+        def loss(ws):
+            y = x
+            for w, v in ws:
+                y = y + jax.nn.silu(y @ w) @ v
+            return jnp.mean(y**2)
+
+        value, gradients = jax.value_and_grad(loss)(ws)
+        return value, jax.tree.map(lambda w, g: w - 0.1 * g, ws, gradients), x * 2
+
+    flow = df.dynaflow(step, scheduler=df.strategies.Sequential(), backend="dispatch", donate_argnums=0)
+    jax.jit(flow, donate_argnums=0).lower([(jnp.ones((16, 32)), jnp.ones((32, 16)))] * 3, jnp.ones((8, 16)))
+    (module,) = modules
+    assert len(module.donated) == 6
+    text = module.in_capture(form).compile().as_text()
+    assert cuda.outside_of_capture(text) is None
+    assert text.count(f'"{COPY}"') >= 6
