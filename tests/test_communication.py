@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
 from dynaflow_jax.errors import DispatchWarning
-from dynaflow_jax.lowering import tasks
+from dynaflow_jax.lowering import builder
 from dynaflow_jax.runtime import extension
 from dynaflow_jax.runtime import program as wire
 from dynaflow_jax.runtime.arrivals import releases
@@ -398,7 +398,7 @@ def test_operations_that_take_turns_are_on_one_stream(scheduler, streams, progra
 
 @pytest.mark.parametrize("layers", [1, 2, 4])
 def test_what_cannot_lie_there_is_sent(layers, monkeypatch):
-    monkeypatch.setattr(tasks.Builder, "_can_place", False)
+    monkeypatch.setattr(builder.Builder, "_can_place", False)
     work = models_parallel.tensor_parallel(layers).work(2, df.strategies.NanoFlow(1))
     in_place = [operation.in_place for operation in work.operations if isinstance(operation, Exchange)]
     assert in_place == [True] * (layers - 1) + [False]

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
-from dynaflow_jax.lowering import tasks
+from dynaflow_jax.lowering import builder
 from dynaflow_jax.runtime import extension
 from dynaflow_jax.runtime import program as wire
 
@@ -37,7 +37,7 @@ class Streams(df.OpScheduler):
 
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch):
-    monkeypatch.setattr(tasks, "IN_PLACE_OUTPUT_BYTES", 1)
+    monkeypatch.setattr(builder, "IN_PLACE_OUTPUT_BYTES", 1)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_nothing_is_copied(sizes, copied):
 
 
 def test_small_outputs_are_copied(copied, monkeypatch):
-    monkeypatch.setattr(tasks, "IN_PLACE_OUTPUT_BYTES", X.nbytes)
+    monkeypatch.setattr(builder, "IN_PLACE_OUTPUT_BYTES", X.nbytes)
 
     def fun(x):
         y = model(x)
@@ -172,7 +172,7 @@ def test_prepared_plans_copy(copied):
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_what_other_devices_read_is_not_an_outputs_memory(in_place, copied, monkeypatch):
-    monkeypatch.setattr(tasks, "IN_PLACE_BYTES", 1 << 20 if in_place else 0)
+    monkeypatch.setattr(builder, "IN_PLACE_BYTES", 1 << 20 if in_place else 0)
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
     def fun(x):

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from dynaflow_jax import compat
 from dynaflow_jax.errors import DynaFlowError
-from dynaflow_jax.lowering.tasks import Builder, Entry, Expr, Term
+from dynaflow_jax.lowering.builder import Builder
+from dynaflow_jax.lowering.tasks import Entry, Expr, Term
 from dynaflow_jax.runtime.work import Exchange, Pattern, Rows, Where
 
 # Larger sums of more than two devices are computed in two steps, each device a share: less to send, one hop more.

@@ -17,8 +17,10 @@ from dynaflow_jax.batch.split import Own, offsets, take
 from dynaflow_jax.batch.state import Rows
 from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.lowering import communication
+from dynaflow_jax.lowering.bits import from_bits, physical, to_bits
+from dynaflow_jax.lowering.builder import Builder
 from dynaflow_jax.lowering.steps import Slot, Values, call_of
-from dynaflow_jax.lowering.tasks import Builder, Entry, Expr, Term, from_bits, physical, to_bits
+from dynaflow_jax.lowering.tasks import Entry, Expr, Term
 from dynaflow_jax.program import Program, trace
 from dynaflow_jax.runtime.binder import Binder
 from dynaflow_jax.runtime.work import ALIGNMENT, Where, Work

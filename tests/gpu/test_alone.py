@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
 from dynaflow_jax.errors import DispatchWarning
-from dynaflow_jax.lowering.tasks import Builder
+from dynaflow_jax.lowering.builder import Builder
 from dynaflow_jax.runtime import program as wire
 from dynaflow_jax.runtime.binding import Binding
 from dynaflow_jax.runtime.work import Work

@@ -12,7 +12,7 @@ import pytest
 
 import dynaflow_jax as df
 from dynaflow_jax.errors import DispatchWarning
-from dynaflow_jax.lowering import tasks
+from dynaflow_jax.lowering import builder
 from dynaflow_jax.runtime import cuda, extension, private
 
 
@@ -241,7 +241,7 @@ def test_inputs_that_xla_would_copy(micro_batches, donated):
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_outputs_are_written_in_place(micro_batches, monkeypatch):
     """Whatever kernel writes them, the results of earlier calls stay as they are."""
-    monkeypatch.setattr(tasks, "IN_PLACE_OUTPUT_BYTES", 1)
+    monkeypatch.setattr(builder, "IN_PLACE_OUTPUT_BYTES", 1)
 
     def fun(ws, x):
         y = model(ws, x)
@@ -251,7 +251,7 @@ def test_outputs_are_written_in_place(micro_batches, monkeypatch):
     ws = weights()
     apart = dispatched(fun, scheduler=Streams(micro_batches, 2))
     with monkeypatch.context() as copying:
-        copying.setattr(tasks, "IN_PLACE_OUTPUT_BYTES", 1 << 40)
+        copying.setattr(builder, "IN_PLACE_OUTPUT_BYTES", 1 << 40)
         want = dispatched(fun, scheduler=Streams(micro_batches, 2))
         expected = [want(ws, rows(seed=seed)) for seed in range(6)]
     kept = [apart(ws, rows(seed=seed)) for seed in range(6)]
@@ -263,7 +263,7 @@ def test_outputs_are_written_in_place(micro_batches, monkeypatch):
 
 @pytest.mark.parametrize("copied_below", [1, 1 << 40], ids=["in_place", "copied"])
 def test_new_weights_take_the_memory_of_the_old(copied_below, monkeypatch):
-    monkeypatch.setattr(tasks, "IN_PLACE_OUTPUT_BYTES", copied_below)
+    monkeypatch.setattr(builder, "IN_PLACE_OUTPUT_BYTES", copied_below)
 
     def step(ws, x):
         def loss(ws):

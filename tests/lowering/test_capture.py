@@ -12,7 +12,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import dynaflow_jax as df
 from dynaflow_jax import compat
-from dynaflow_jax.lowering import capture, tasks
+from dynaflow_jax.lowering import builder, capture
+from dynaflow_jax.lowering.modules import Module
 from dynaflow_jax.runtime import cuda, extension
 
 pytestmark = pytest.mark.skipif(extension.module is None, reason="the extension was not built")
@@ -191,13 +192,13 @@ STRATEGIES = {
 @pytest.fixture
 def modules(monkeypatch):
     """The partitions that are dispatched, before they are compiled."""
-    found, on_host = [], tasks._Module.on_host
+    found, on_host = [], Module.on_host
 
     def noted(module):
         found.append(module)
         return on_host(module)
 
-    monkeypatch.setattr(tasks._Module, "on_host", noted)
+    monkeypatch.setattr(Module, "on_host", noted)
     return found
 
 
@@ -232,7 +233,7 @@ def test_nothing_of_any_partition_is_left_outside(name, modules):
 @pytest.mark.parametrize("form", FORMS[1:])
 def test_weights_that_are_read_to_the_end_are_written_over_inside(form, modules, monkeypatch):
     """XLA does not see that the backward pass has read them when they are replaced, and copies; not everywhere."""
-    monkeypatch.setattr(tasks, "IN_PLACE_OUTPUT_BYTES", 1)
+    monkeypatch.setattr(builder, "IN_PLACE_OUTPUT_BYTES", 1)
     stand_in()
 
     def step(ws, x):
