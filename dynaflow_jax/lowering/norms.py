@@ -7,7 +7,6 @@ it in a transformer are the residual and an RMS norm, which XLA would read its r
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
@@ -50,10 +49,10 @@ def split(
       there: the positions of those that are known when it is.
       axes: sizes of the mesh axes that it may communicate over.
     """
-    jaxpr = _opened(fun, avals, axes)
+    jaxpr = jax.make_jaxpr(fun, axis_env=list(axes.items()) if axes else None)(*avals)
     if compat.consts_of(jaxpr):
         return None
-    inner = compat.open_jaxpr(jaxpr)
+    inner = _opened(compat.open_jaxpr(jaxpr))
     flow, given = Dataflow(inner), inner.invars[total]
     position = {var: i for i, var in enumerate(inner.invars)}
     for found in norms(inner):
@@ -110,26 +109,28 @@ def _weight(flow: Dataflow, atom: Any) -> Any:
     return atom if source is None else _as_given(flow, source)
 
 
-def _opened(fun: Callable[..., Sequence[Any]], avals: Sequence[Any], axes: Mapping[str, int]) -> Any:
-    """The jaxpr of a function, without calls of other jaxprs in it."""
-    traced = functools.partial(jax.make_jaxpr, axis_env=list(axes.items()) if axes else None)
+def _opened(jaxpr: Any) -> Any:
+    """An open jaxpr without calls of other jaxprs in it.
 
-    def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        inner = compat.open_jaxpr(jaxpr)
-        env = dict(zip(compat.all_invars(jaxpr), [*compat.consts_of(jaxpr), *args], strict=True))
+    Its equations stay as they were traced: evaluated again, they would not agree on what varies over devices.
+    """
+    eqns: list[Any] = []
 
-        def value(atom: Any) -> Any:
-            return atom.val if compat.is_literal(atom) else env[atom]
+    def run(inner: Any, env: dict[Any, Any], stack: Any) -> list[Any]:
+        def renamed(atoms: Sequence[Any]) -> list[Any]:
+            return [atom if compat.is_literal(atom) else env[atom] for atom in atoms]
 
         for eqn in inner.eqns:
-            operands, bodies = list(map(value, eqn.invars)), [body for _, body in compat.sub_jaxprs(eqn)]
-            if eqn.primitive.name in compat.CALLS and len(bodies) == 1:
-                with compat.scope_of(eqn):
-                    results = evaluate(bodies[0], operands)
+            operands, bodies = renamed(eqn.invars), [body for _, body in compat.sub_jaxprs(eqn)]
+            own = compat.name_stack(eqn) if stack is None else stack + compat.name_stack(eqn)
+            if eqn.primitive.name in compat.CALLS and len(bodies) == 1 and not compat.consts_of(bodies[0]):
+                body = compat.open_jaxpr(bodies[0])
+                results = run(body, dict(zip(body.invars, operands, strict=True)), own)
             else:
-                results = compat.bind(eqn, *operands)
+                results = [compat.var_like(var, var.aval) for var in eqn.outvars]
+                eqns.append(compat.replace_eqn(eqn, invars=operands, outvars=results, name_stack=own))
             env.update(zip(eqn.outvars, results, strict=True))
-        return list(map(value, inner.outvars))
+        return renamed(inner.outvars)
 
-    closed = traced(fun)(*avals)
-    return traced(lambda *args: evaluate(closed, args))(*avals)
+    outvars = run(jaxpr, {var: var for var in jaxpr.invars}, None)
+    return compat.with_equations(jaxpr, jaxpr.invars, outvars, eqns)

@@ -1,6 +1,7 @@
 """Decoders of systems nobody here wrote, at any size: as they are, and as one device computes its share of them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ class Model:
     """A system's decoder.
 
     Attributes:
-      params: random, bfloat16.
+      params: random.
       apply: from ``params`` and tokens ``int32[rows, tokens]`` to logits ``[rows, tokens, vocabulary]``.
       shared: the same from one device's share of the parameters, with a function that adds up the devices' parts.
     """
@@ -41,7 +42,7 @@ def share(sizes: Sizes, devices: int) -> Sizes:
     return dataclasses.replace(sizes, heads=sizes.heads // devices, hidden=sizes.hidden // devices)
 
 
-def linen(sizes: Sizes, devices: int) -> Model:
+def linen(sizes: Sizes, devices: int, dtype: Any = jnp.bfloat16) -> Model:
     """Flax Linen's decoder, whose blocks' outputs an interceptor adds up over so many devices."""
     model, part = with_linen.Decoder(sizes), with_linen.Decoder(share(sizes, devices))
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32)))
@@ -55,7 +56,7 @@ def linen(sizes: Sizes, devices: int) -> Model:
         with nn.intercept_methods(interceptor):
             return part.apply(params, tokens)
 
-    return Model(bfloat16(params), model.apply, shared)
+    return Model(_cast(params, dtype), model.apply, shared)
 
 
 class Reduced(nnx.Module):
@@ -69,7 +70,7 @@ class Reduced(nnx.Module):
         return self.reduce(self.inner(*args, **kwargs))
 
 
-def nnx_decoder(sizes: Sizes, devices: int) -> Model:
+def nnx_decoder(sizes: Sizes, devices: int, dtype: Any = jnp.bfloat16) -> Model:
     """Flax NNX's decoder, whose blocks are replaced by ones that add up their outputs over so many devices."""
 
     def decoder(sizes: Sizes) -> nnx.Module:
@@ -90,12 +91,12 @@ def nnx_decoder(sizes: Sizes, devices: int) -> Model:
             layer.attention, layer.ffn = Reduced(layer.attention, reduce), Reduced(layer.ffn, reduce)
         return model(tokens)
 
-    return Model(bfloat16(params), apply, shared)
+    return Model(_cast(params, dtype), apply, shared)
 
 
-@jax.jit
-def bfloat16(params: Any) -> Any:
-    return jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+@functools.partial(jax.jit, static_argnums=1)
+def _cast(params: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda w: w.astype(dtype), params)
 
 
 SYSTEMS = {"linen": linen, "nnx": nnx_decoder}

@@ -269,6 +269,41 @@ def test_strategies_that_split(scheduler, check):
     assert_near(run(*args), run.plain(*args), 16)
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_gradients_of_shared_weights(check, programs):  # noqa: F811
+    """The backward pass computes what the forward pass has normalized again, behind the same sums."""
+    model = jax.checkpoint(layers(rounded_once))
+
+    def fun(*args):
+        return jax.grad(lambda *args: jnp.sum(model(*args) ** 2), argnums=(0, 2))(*args)
+
+    specs = [(P(None, "i"), P("i"))] * DEPTH, P(), P()
+    out_specs = specs[0], P() if check else P("i")  # where nothing is checked, each device has a part of it
+    run = Strictly(fun, mesh_of(i=2), specs, out_specs, df.strategies.Sequential(), check=check)
+    args = arguments("float32")
+    for got, want in zip(jax.tree.leaves(run(*args)), jax.tree.leaves(run.plain(*args)), strict=True):
+        assert_near(got, want, 64)
+    assert any(norms_in(programs))
+
+
+def test_gradients_of_shared_rows():
+    """What is read behind a sum are operators whose types say what varies over devices, and values that do not."""
+
+    def loss(ws, g, x):
+        for w, v in ws:
+            x = x + jax.nn.silu(rounded_once(x, g) @ w) @ v
+        return jnp.sum(rounded_once(x, g) ** 2)
+
+    def fun(ws, g, x):
+        gradients = jax.grad(loss, argnums=(0, 1))(ws, g, x)
+        return jax.tree.map(lambda w, d: w - 0.01 * d, (ws, g), gradients)
+
+    run = Strictly(fun, mesh_of(i=2), (P(), P(), P("i")), P(), df.strategies.Sequential())
+    args = arguments("float32")
+    for got, want in zip(jax.tree.leaves(run(*args)), jax.tree.leaves(run.plain(*args)), strict=True):
+        assert_near(got, want, 64)
+
+
 def test_a_serial_run_has_the_same_bits(monkeypatch):
     args = arguments("bfloat16")
     got = scheduled(layers(linen))(*args)
@@ -285,9 +320,10 @@ def test_a_serial_run_has_the_same_bits(monkeypatch):
     shape=st.sampled_from([(8,), (2, 4), (1, 2, 4)]),
     width=st.sampled_from([8, 16, 20, 64]),
     devices=st.sampled_from(DEVICES),
+    check=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_whatever_is_read_and_returned(norm, dtype, residual, reads, returns, shape, width, devices):
+def test_whatever_is_read_and_returned(norm, dtype, residual, reads, returns, shape, width, devices, check):
     def fun(x, r, g, w):
         with df.mark("makes"):
             y = jnp.tanh(x @ w)
@@ -302,6 +338,6 @@ def test_whatever_is_read_and_returned(norm, dtype, residual, reads, returns, sh
     keys = jax.random.split(jax.random.key(0), 4)
     draw = lambda key, *shape: jax.random.normal(key, shape).astype(dtype)  # noqa: E731
     args = draw(keys[0], *shape, width), draw(keys[1], *shape, width), draw(keys[2], width), draw(keys[3], width, width)
-    run = Strictly(fun, mesh_of(i=devices), P(), P(), df.strategies.Sequential(), check=False)
+    run = Strictly(fun, mesh_of(i=devices), P(), P(), df.strategies.Sequential(), check=check)
     for got, want in zip(run(*args), run.plain(*args), strict=True):
         assert_near(got, want, 32)
