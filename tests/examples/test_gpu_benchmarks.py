@@ -17,8 +17,12 @@ pytestmark = pytest.mark.skipif(extension.module is None, reason="the extension 
 
 
 def run(name, *flags):
-    """A benchmark's output, from a process of its own: each has flags of the same names."""
-    command = [sys.executable, "-m", f"examples.benchmarks.{name}", *flags, "--verbosity=-1"]
+    """A benchmark's output, from a process of its own: each has flags of the same names.
+
+    That a plan is lowered to XLA instead of being dispatched is an error.
+    """
+    strict = ["-W", "error:dynaflow(:UserWarning"]  # how the warning begins; its class cannot be named here
+    command = [sys.executable, *strict, "-m", f"examples.benchmarks.{name}", *flags, "--verbosity=-1"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
