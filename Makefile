@@ -48,7 +48,7 @@ types: $(VENV)/.dev
 generated: $(VENV)/.demo       ## what is written from results and from the cost model: after a change of either
 	$(PIP) nbclient ipykernel
 	$(RUN) -m examples.benchmarks.predicted --json=examples/benchmarks/results/predicted.json
-	$(RUN) -m examples.benchmarks.readme
+	$(RUN) -m examples.benchmarks.tables
 	$(RUN) -m docs.make_pages
 	$(RUN) -m examples.notebooks.execute
 

@@ -18,7 +18,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
-from examples.benchmarks import parallel, predicted, readme
+from examples.benchmarks import parallel, predicted, tables
 
 HERE = Path(__file__).parent
 DEVICE = "H200"
@@ -115,17 +115,17 @@ def plan(name: str) -> str:
 def measured(name: str) -> str:
     """The rows of the benchmarks in which a strategy was the best of those that contended."""
     strategy = "".join(part.capitalize() for part in name.split("_"))
-    tables = []
-    for results in readme.load(readme.RESULTS).values():
+    found = []
+    for results in tables.load(tables.RESULTS).values():
         for data in results:
             rows = [row for row in data["rows"] if _strategy(row).startswith(strategy + "(")]
-            if rows and readme.TABLES[data["benchmark"]] is readme.overlap:
-                tables.append(f"`{data['benchmark']}`. {readme.heading(data)}\n\n{readme.overlap(rows)}")
-    return "\n\n".join(tables) or "No benchmark has it as the best of those that contended, or measures it on its own."
+            if rows and tables.TABLES[data["benchmark"]] is tables.overlap:
+                found.append(f"`{data['benchmark']}`. {tables.heading(data)}\n\n{tables.overlap(rows)}")
+    return "\n\n".join(found) or "No benchmark has it as the best of those that contended, or measures it on its own."
 
 
 def _strategy(row: dict[str, Any]) -> str:
-    return readme.STRATEGIES.get(row["case"].partition("-")[0], {}).get(row.get("ours", ""), "")
+    return tables.STRATEGIES.get(row["case"].partition("-")[0], {}).get(row.get("ours", ""), "")
 
 
 def render(text: str, name: str) -> str:

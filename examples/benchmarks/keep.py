@@ -1,4 +1,4 @@
-"""Keeps a benchmark's numbers as JSON, in the form from which README tables are made."""
+"""Keeps a benchmark's numbers as JSON, in the form from which the tables of the documentation are made."""
 
 import datetime
 import json

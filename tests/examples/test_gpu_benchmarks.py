@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dynaflow_jax.runtime import extension
-from examples.benchmarks import readme
+from examples.benchmarks import tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +49,7 @@ def test_it_runs_and_its_table_is_written(name, cases, tmp_path, monkeypatch):
         assert row.get("equal", True) in (True, row.get("calls"))
     assert len(printed.splitlines()) == len(cases)
     assert "WRONG" not in printed
-    text = readme.render(f"<!-- {name} -->\n<!-- /{name} -->\n", readme.load(tmp_path))
+    text = tables.render(f"<!-- {name} -->\n<!-- /{name} -->\n", tables.load(tmp_path))
     header, rule, *lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == len(cases)
     assert {line.count("|") for line in (header, rule, *lines)} == {header.count("|")}
@@ -82,7 +82,7 @@ def test_a_whole_model_end_to_end(tmp_path, monkeypatch):
     rows = json.loads(path.read_text())["rows"]
     assert [row["case"] for row in rows] == ["prefill-16", "decode-4"]
     assert max(row["difference"] for row in rows) < 2**-7
-    text = readme.render("<!-- end_to_end -->\n<!-- /end_to_end -->\n", readme.load(tmp_path))
+    text = tables.render("<!-- end_to_end -->\n<!-- /end_to_end -->\n", tables.load(tmp_path))
     assert text.count("\n| ") == 2 + len(rows)
 
 
@@ -94,7 +94,7 @@ def test_systems_as_they_are(tmp_path, monkeypatch):
     rows = json.loads(path.read_text())["rows"]
     assert [row["case"] for row in rows] == cases
     assert max(row["difference"] for row in rows) < 32 * 2**-23  # as in examples.integrations.check
-    text = readme.render("<!-- systems -->\n<!-- /systems -->\n", readme.load(tmp_path))
+    text = tables.render("<!-- systems -->\n<!-- /systems -->\n", tables.load(tmp_path))
     assert text.count("\n| ") == 2 + len(rows)
 
 
@@ -107,7 +107,7 @@ def test_the_serving_loop_is_measured(tmp_path, monkeypatch):
     assert row["equal"]
     assert row["idle"]
     assert row["ours_tokens_per_s"] > 0
-    text = readme.render("<!-- serving -->\n<!-- /serving -->\n", readme.load(tmp_path))
+    text = tables.render("<!-- serving -->\n<!-- /serving -->\n", tables.load(tmp_path))
     assert text.count("\n| ") == 3
 
 

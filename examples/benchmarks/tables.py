@@ -1,10 +1,10 @@
-"""Writes the tables of the README from what the benchmarks measured.
+"""Writes the tables of the documentation from what the benchmarks measured.
 
-    python -m examples.benchmarks.readme [--check]
+    python -m examples.benchmarks.tables [--check]
 
-A benchmark run with ``--json=examples/benchmarks/results/NAME.json`` leaves its numbers there. The README has a place
-for each benchmark, between ``<!-- trace_cost -->`` and ``<!-- /trace_cost -->``; its table goes there, one for each
-file of that benchmark (another device, another version of JAX). Where there is no file, the place says how to make one.
+A benchmark run with ``--json=examples/benchmarks/results/NAME.json`` leaves its numbers there. A page has a place for
+a benchmark, between ``<!-- trace_cost -->`` and ``<!-- /trace_cost -->``; its table goes there, one for each file of
+that benchmark (another device, another version of JAX). Where there is no file, the place says how to make one.
 """
 
 import json
@@ -17,28 +17,29 @@ from typing import Any
 from absl import app, flags
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("measured", "kernels"))
 RESULTS = Path(__file__).parent / "results"
 
-_CHECK = flags.DEFINE_bool("check", False, "Change nothing; fail if the README's tables are not those of the results.")
+_CHECK = flags.DEFINE_bool("check", False, "Change nothing; fail if the tables are not those of the results.")
 
 Row = Mapping[str, Any]
 
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    text = README.read_text(encoding="utf-8")
-    try:
-        found = render(text, load(RESULTS))
-    except ValueError as error:
-        sys.exit(f"readme: {error}")
-    if found == text:
-        print("README.md: the tables are those of the results.")
-    elif _CHECK.value:
-        sys.exit("readme: the tables are out of date; run python -m examples.benchmarks.readme")
-    else:
-        README.write_text(found, encoding="utf-8")
-        print("README.md: wrote the tables.")
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        try:
+            found = render(text, load(RESULTS))
+        except ValueError as error:
+            sys.exit(f"{page.name}: {error}")
+        if found == text:
+            print(f"{page.name}: the tables are those of the results.")
+        elif _CHECK.value:
+            sys.exit(f"{page.name}: the tables are out of date; run python -m examples.benchmarks.tables")
+        else:
+            page.write_text(found, encoding="utf-8")
+            print(f"{page.name}: wrote the tables.")
 
 
 def load(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -54,12 +55,12 @@ def load(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def render(text: str, results: Mapping[str, Sequence[Row]]) -> str:
-    """The README with its tables."""
+    """A page with its tables."""
 
     def place(match: re.Match[str]) -> str:
         name = match["name"]
         if name not in TABLES:
-            raise ValueError(f"the README has a place for {name!r}; there are {', '.join(TABLES)}")
+            raise ValueError(f"there is a place for {name!r}; there are tables of {', '.join(TABLES)}")
         tables = [f"{heading(data)}\n\n{TABLES[name](data['rows'])}" for data in results.get(name, ())]
         command = f"python -m examples.benchmarks.{name} --json=examples/benchmarks/results/{name}.json"
         body = "\n\n".join(tables) or f"No results kept yet. To measure:\n`{command}`"
