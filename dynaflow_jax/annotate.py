@@ -245,11 +245,11 @@ class Rules:
     @staticmethod
     def of(rules: Iterable[Rule]) -> Rules:
         """Checks the user's rules."""
-        if isinstance(rules, (SplitModule, SplitFunc)):
-            rules = (rules,)
+        is_one = isinstance(rules, (SplitModule, SplitFunc, str)) or not isinstance(rules, Iterable)
+        entries: Iterable[Any] = (rules,) if is_one else rules
         atoms: list[SplitModule | SplitFunc] = []
         sequences: list[tuple[int, ...]] = []
-        for rule in rules:
+        for rule in entries:
             members = rule if isinstance(rule, tuple) else (rule,)
             for member in members:
                 if not isinstance(member, (SplitModule, SplitFunc)):

@@ -27,8 +27,10 @@ class Call:
       avals: types of the arrays.
       axes: batch axis of each array, or ``None``.
       names: path of each array, for messages.
+      parameters: names of the function's positional parameters, as far as it tells.
       shards: over how many devices the batch is split already.
       donated: whether each array's memory is free to be an output's.
+      spread: the first array of which several devices have a part each, as far as it can be known; by name.
     """
 
     tree: Any
@@ -38,15 +40,17 @@ class Call:
     avals: tuple[Any, ...]
     axes: tuple[int | None, ...]
     names: tuple[str, ...]
+    parameters: tuple[str, ...]
     shards: int
     donated: tuple[bool, ...]
+    spread: str | None
 
     @property
     def signature(self) -> Any:
         """Equal for calls that run the same program."""
         # Of Python's numbers 1, 1.0 and True are equal, and so are 0.0 and -0.0; in a program they are not.
         static = tuple((i, type(v), v, repr(v) if isinstance(v, float) else None) for i, v in self.static)
-        return self.tree, self.positions, static, self.avals, self.axes, self.shards
+        return self.tree, self.positions, static, self.avals, self.axes, self.shards, self.spread
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any], parameters: Sequence[str], options: Options) -> Call:
@@ -70,7 +74,7 @@ class Call:
                 f"donate_argnums names argument {beyond[0]}, and there are {len(args)} positional ones."
             )
         for i, ((path, leaf), axis) in enumerate(zip(with_paths, axes, strict=True)):
-            name = _argument_name(parameters, path)
+            name = argument_name(parameters, path)
             if compat.is_array(leaf) or compat.is_tracer(leaf):
                 leaves.append(leaf)
                 positions.append(i)
@@ -87,9 +91,10 @@ class Call:
         avals = tuple(compat.aval_of(leaf) for leaf in leaves)
         placed = [compat.shards_of(leaf, axis) for leaf, axis in zip(leaves, chosen, strict=True) if axis is not None]
         shards = options.batch_shards or max(placed, default=1)
+        spread = next((name for leaf, name in zip(leaves, names, strict=True) if compat.is_spread(leaf)), None)
         return Call(
             *(tree, leaves, tuple(positions), tuple(static), avals),
-            *(tuple(chosen), tuple(names), shards, tuple(donated)),
+            *(tuple(chosen), tuple(names), tuple(parameters), shards, tuple(donated), spread),
         )
 
     def check_values(self) -> None:
@@ -152,7 +157,7 @@ def names_of(fun: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _argument_name(parameters: Sequence[str], path: Any) -> str:
+def argument_name(parameters: Sequence[str], path: Any) -> str:
     """``params['w']`` for a leaf's path in ``(args, kwargs)``."""
     which, *rest = path
     if which.idx == 0 and rest:
@@ -195,6 +200,11 @@ def _batch_axes(parameters: Sequence[str], axes: Any, args: tuple[Any, ...], kwa
         )
     try:
         positional = _prefix(by_position, args)
+        if kwargs and not isinstance(axes, dict) and not positional and jax.tree.leaves(axes):
+            raise SplitError(
+                f"batch_axes={axes!r} is about positional arguments, and all are given by keyword "
+                f"({', '.join(kwargs)}): give a dict by parameter name."
+            )
         named = [axis for name in sorted(kwargs) for axis in _prefix(by_name.get(name), kwargs[name])]
     except ValueError as error:
         text = str(error).replace("tree_map tree", "batch_axes")

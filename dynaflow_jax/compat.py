@@ -324,6 +324,13 @@ def shards_of(leaf: Any, axis: int) -> int:
     return spec_shards(sharding.mesh, sharding.spec, axis)
 
 
+def is_spread(leaf: Any) -> bool:
+    """Whether an array is known to lie on several devices, of which each has a part of it."""
+    if not isinstance(leaf, jax.Array) or is_tracer(leaf):
+        return False
+    return not leaf.sharding.is_fully_replicated
+
+
 def spec_shards(mesh: Any, spec: Any, axis: int) -> int:
     """Over how many devices of a mesh a partition spec splits an axis."""
     names = spec[axis] if axis < len(spec) else None

@@ -148,6 +148,8 @@ def named(name: str) -> DeviceModel:
     Raises:
       DynaFlowError: listing the known kinds, if it is none of them.
     """
+    if not isinstance(name, str):
+        raise DynaFlowError(f"A device is a DeviceModel or the name of one, such as 'H200', not {name!r}.")
     if model := _known(_DEFAULTS.get(name.lower(), name)):
         return model
     known = ", ".join(device.name for device in DEVICES)

@@ -12,7 +12,10 @@ import jax
 
 
 class DynaFlowError(Exception):
-    """Base class of every error that this library raises on purpose."""
+    """Base class of the errors that this library raises on purpose.
+
+    A strategy that is made with an impossible number is a ``ValueError``, as for any class.
+    """
 
 
 class RuleError(DynaFlowError):

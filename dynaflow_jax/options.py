@@ -49,24 +49,25 @@ class Options:
         """
         if rng not in ("exact", "per_micro_batch"):
             raise DynaFlowError(f"rng must be 'exact' or 'per_micro_batch', not {rng!r}.")
-        if backend == "auto":
-            backend = os.environ.get("DYNAFLOW_BACKEND", backend)
+        asked = "backend"
+        if backend == "auto" and (backend := os.environ.get("DYNAFLOW_BACKEND", backend)) != "auto":
+            asked = "the environment variable DYNAFLOW_BACKEND"
         if backend not in ("auto", "xla", "dispatch"):
-            raise DynaFlowError(f"backend must be 'auto', 'xla' or 'dispatch', not {backend!r}.")
+            raise DynaFlowError(f"{asked} must be 'auto', 'xla' or 'dispatch', not {backend!r}.")
         for name, number in (("batch_shards", 1 if batch_shards is None else batch_shards), ("unroll", unroll)):
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise DynaFlowError(f"{name} is a positive whole number, not {number!r}.")
         if weights is not None and not callable(weights):
             raise DynaFlowError(f"weights must be a function of the arguments of fun, not {weights!r}.")
         names = allow_batch_mixing
-        names = (names,) if isinstance(names, (str, int)) else tuple(names)
+        names = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (names,)
         if bad := [name for name in names if not isinstance(name, str)]:
             raise DynaFlowError(f"allow_batch_mixing takes names of operators, modules or primitives, not {bad[0]!r}.")
         try:
             hash(context)
         except TypeError:
             raise DynaFlowError(f"context must be hashable, and {context!r} is not.") from None
-        donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+        donated = tuple(donate_argnums) if isinstance(donate_argnums, Iterable) else (donate_argnums,)
         if bad := [n for n in donated if not isinstance(n, int) or isinstance(n, bool) or n < 0]:
             raise DynaFlowError(f"donate_argnums takes positions of arguments, from 0, not {bad[0]!r}.")
         return Options(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import inspect
 import itertools
 import numbers
 from collections.abc import Callable, Iterable, Sequence
@@ -166,8 +167,18 @@ class OpScheduler:
             for op in ops:
                 ctx.execute(op)
 
+    _always_shown: frozenset[str] = frozenset()  # parameters that are shown at their defaults too
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+        """As it was made: parameters of ``__init__`` that are kept under their names, and not at their defaults."""
+        given = []
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            value = getattr(self, name, parameter.default)
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            if name in self._always_shown or repr(value) != repr(parameter.default):
+                given.append(f"{name}={getattr(value, '__name__', repr(value))}")
+        return f"{type(self).__name__}({', '.join(given)})"
 
 
 class ScheduleContext:

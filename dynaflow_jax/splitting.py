@@ -6,6 +6,7 @@ be; either way the two are compared (`batch.proof`) before anything is split.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import numbers
@@ -24,7 +25,7 @@ from dynaflow_jax.batch.derive import Derivation, Underivable, divides_by
 from dynaflow_jax.batch.proof import Analysis, MixingSite, analyse
 from dynaflow_jax.batch.region import Variant
 from dynaflow_jax.batch.state import INVARIANT, ZERO, RowIndex, Rows
-from dynaflow_jax.call import Call
+from dynaflow_jax.call import Call, argument_name
 from dynaflow_jax.errors import BatchMixingError, DynaFlowError, SplitError
 from dynaflow_jax.graph import OpGraph, cut
 from dynaflow_jax.inline import Flat, inline, with_twins
@@ -92,8 +93,11 @@ def traced(flow: Function, layout: Call, size: int | None = None) -> Traced:
     def flat_fun(*leaves: Any) -> list[Any]:
         nonlocal out_tree
         args, kwargs = layout.arguments(leaves)
+        before = jax.tree_util.tree_leaves_with_path((args, kwargs))
         result = flow.fun(*args, **kwargs)
         outs, out_tree = jax.tree.flatten(result)
+        if lost := _lost(before, jax.tree_util.tree_leaves_with_path((args, kwargs)), outs):
+            raise DynaFlowError(_lost_message(flow, argument_name(layout.parameters, lost)))
         for path, out in jax.tree_util.tree_leaves_with_path(result):
             if not (compat.is_tracer(out) or compat.is_array(out) or isinstance(out, numbers.Number)):
                 name = f"output{jax.tree_util.keystr(path)}"
@@ -248,7 +252,8 @@ class Splitting:
         programs = (full.flat.program, part.flat.program)
         analysis = analyse(*programs, self._layout.axes, self._batch_size, size, self._allows, consts=constants)
         if analysis.mixing:
-            raise BatchMixingError(_mixing_message(analysis.mixing, self._batch_size, size))
+            differentiated = any(node.place.phase == "backward" for node in full.flat.nodes)
+            raise BatchMixingError(_mixing_message(analysis.mixing, self._batch_size, size, differentiated))
         own = [
             None if analysis.states[var] in (INVARIANT, ZERO) else value
             for value, var in zip(part.constants, part.flat.program.invars, strict=False)
@@ -265,7 +270,10 @@ class Splitting:
     def _untraceable(self, size: int, error: Exception) -> str:
         constants = (*self.whole.constants, *constants_inside(self._unopened.program))
         sized = [aval for aval in map(compat.aval_of, constants) if self._batch_size in aval.shape]
-        message = f"The function takes {self._batch_size} rows, but not the {size} of a micro-batch: {error}"
+        message = (
+            f"The function takes {self._batch_size} rows, but not the {size} of a micro-batch: {error}\n"
+            "If the rows are elsewhere in an argument, correct batch_axes."
+        )
         if sized:
             message += (
                 f"\nIt closes over {sized[0].str_short()}, an array of the batch's size. What has a row for each of "
@@ -278,14 +286,42 @@ class Splitting:
         return any(entry == "*" or entry in names for entry in self._flow.options.allow_batch_mixing)
 
 
-def _mixing_message(sites: Sequence[MixingSite], batch_size: int, size: int) -> str:
+def _lost(before: Sequence[tuple[Any, Any]], after: Sequence[tuple[Any, Any]], outs: Sequence[Any]) -> Any | None:
+    """Where a function has changed an object that it was given, as Flax NNX's modules do, and does not return that.
+
+    What it does to containers, or to a state that it was given as one, is its own business, as under ``jax.jit``.
+    """
+    known = {path: id(value) for path, value in before}
+    returned = set(map(id, outs))
+    for path, value in after:
+        is_in_object = any(isinstance(key, jax.tree_util.GetAttrKey) for key in path[:-1])
+        if is_in_object and known.get(path) != id(value) and id(value) not in returned:
+            return path
+    return None
+
+
+def _lost_message(flow: Function, name: str) -> str:
+    return (
+        f"{flow!r}: the function changes {name}, a part of its argument, and only what it returns is passed on. "
+        "Return the new state (with Flax NNX, take the state as an argument, nnx.merge the module inside and return "
+        "its nnx.state), or schedule what changes nothing, such as the gradients of a loss, and update outside."
+    )
+
+
+def _mixing_message(sites: Sequence[MixingSite], batch_size: int, size: int, differentiated: bool) -> str:
     lines = [f"Splitting the batch of {batch_size} rows into micro-batches of {size} is not proven to be harmless:"]
-    lines += [f"  - {site}" for site in sites[:10]]
-    if len(sites) > 10:
-        lines.append(f"  - and {len(sites) - 10} more")
+    found = collections.Counter(map(str, sites))
+    lines += [f"  - {site}{f' ({count} times)' if count > 1 else ''}" for site, count in [*found.items()][:10]]
+    if len(found) > 10:
+        lines.append(f"  - and {len(found) - 10} more")
+    if differentiated and any("sum over the batch" in site.reason for site in sites):
+        lines.append(
+            "If that is an optimizer, which uses the gradient of the whole batch: schedule jax.value_and_grad(loss), "
+            "with out_axes='mean', and apply the optimizer to its result, outside of what is scheduled."
+        )
     lines.append(
-        "Let the strategy's split return the whole batch, or, if every micro-batch may do this for itself, pass "
-        f"allow_batch_mixing=({_names(sites[0])[0]!r},) to dynaflow."
+        "Let the strategy's split return the whole batch (Sequential() does), or, if every micro-batch may do this for "
+        f"itself, pass allow_batch_mixing=({_names(sites[0])[0]!r},) to dynaflow."
     )
     if guards := [site for site in sites if site.guards]:
         lines.append(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container, Iterable, Sequence
 
+from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.text import si, table
 
 
@@ -146,7 +147,15 @@ def compare(predicted: Timeline, measured: Timeline) -> str:
       predicted: what ``Plan.simulate`` gives, or any other timeline to compare with.
       measured: what ``profile`` gives. Steps are matched by name and stream, those of one name by their order. What ran
         as one (``a + b``) stands beside the sum of its steps, and a loop's iterations together beside the loop's.
+
+    Raises:
+      DynaFlowError: if one is no timeline.
     """
+    for timeline in (predicted, measured):
+        if not isinstance(timeline, Timeline):
+            raise DynaFlowError(
+                f"compare takes timelines, as plan.simulate() and df.profile(...) give them, not {timeline!r:.60}."
+            )
     titles = (predicted._kind, measured._kind) if predicted.measured != measured.measured else ("first", "second")
     rows: list[tuple[str, ...]] = [
         ("step", "stream", f"{titles[0]} µs", f"{titles[1]} µs", "ratio", "bound", "FLOP", "bytes")

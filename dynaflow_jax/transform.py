@@ -142,7 +142,8 @@ def _strategy(scheduler: Any, what: str) -> OpScheduler:
     if isinstance(scheduler, type) and issubclass(scheduler, (OpScheduler, Switch, Auto)):
         raise DynaFlowError(f"{what}={scheduler.__name__} is a class; pass an instance: {scheduler.__name__}(...).")
     if not isinstance(scheduler, (OpScheduler, Plan)):
-        raise DynaFlowError(f"{what} must be an OpScheduler or a Plan, not {scheduler!r}.")
+        others = ", a Switch or Auto" if what == "scheduler" else ""
+        raise DynaFlowError(f"{what} must be an OpScheduler or a Plan{others}, not {scheduler!r}.")
     return Replay(scheduler) if isinstance(scheduler, Plan) else scheduler
 
 
@@ -247,6 +248,7 @@ class _Bound:
         self.plan = functools.partial(flow.plan, instance)
         self.plans = functools.partial(flow.plans, instance)
         self.explain = functools.partial(flow.explain, instance)
+        self.prepare = functools.partial(flow.prepare, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)
@@ -288,6 +290,10 @@ class Resolved:
         """
         self.flow = flow
         self.batch_size = call.batch_size() or None  # an empty batch is not split
+        if self.batch_size is not None and self.batch_size % (flow.options.batch_shards or 1):
+            raise SplitError(
+                f"batch_shards={flow.options.batch_shards} does not divide the batch of {self.batch_size} rows."
+            )
         self.layout = dataclasses.replace(call, leaves=[])
         platform, kind = compat.device()
         unopened = unopened or traced(flow, self.layout)
@@ -346,7 +352,11 @@ class Resolved:
 
     def explain(self) -> str:
         """The operators, the plan, and how it is lowered and why, as text."""
-        return f"{self.region.graph.table()}\n\n{self.plan.show()}\n\nLowering: {self.choice}"
+        found = f"{self.region.graph.table()}\n\n{self.plan.show()}\n\nLowering: {self.choice}"
+        splits = type(self.flow.scheduler).split is not OpScheduler.split
+        if splits and all(axis is None for axis in self.layout.axes):
+            found += "\n\nNot split: batch_axes says of no argument where its rows are."
+        return found
 
     @property
     def graph(self) -> OpGraph:
@@ -483,6 +493,11 @@ class Resolved:
         if axes or self.layout.shards > 1:
             over = f"the mesh axes {', '.join(axes)}" if axes else f"{self.layout.shards} devices"
             raise DynaFlowError(f"XLA partitions it over {over}, and a dispatched plan runs inside shard_map only.")
+        if self.layout.spread is not None:
+            raise DynaFlowError(
+                f"{self.layout.spread} lies on several devices in parts, so that XLA partitions the function, and a "
+                "dispatched plan runs inside shard_map only."
+            )
 
     def _fall_back(self, error: Exception) -> None:
         """Lowers to XLA what could not be dispatched."""

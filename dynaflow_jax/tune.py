@@ -139,7 +139,9 @@ def tune(
         raise DynaFlowError(
             f"{flow!r} has its strategy; tune takes functions made with scheduler=df.strategies.Auto()."
         )
-    if budget_s is not None and not budget_s > 0:
+    if budget_s is not None and (
+        isinstance(budget_s, bool) or not isinstance(budget_s, (int, float)) or not budget_s > 0
+    ):
         raise DynaFlowError(f"budget_s is a number of seconds above zero, not {budget_s!r}.")
     call = flow._call(args, kwargs)
     for leaf, name in zip(call.leaves, call.names, strict=True):

@@ -16,5 +16,6 @@ model that some of them can compute, for ``df.strategies.WithKernels`` and ``Aut
 """
 
 from pallas_kernels.in_place import Kernels
+from pallas_kernels.support import KernelError
 
-__all__ = ["Kernels"]
+__all__ = ["KernelError", "Kernels"]

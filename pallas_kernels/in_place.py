@@ -28,7 +28,7 @@ class Kernels:
     whole models if there are such numbers, by itself otherwise (``measured.json``).
 
     Args:
-      only: names of kernels; all of them if left out.
+      only: names of kernels, or one; all of them if left out.
       everywhere: whether kernels are used wherever they are supported, measured or not.
       interpret: simulate the kernels on the CPU, everywhere: for tests.
 
@@ -36,11 +36,13 @@ class Kernels:
       DynaFlowError: if there is no kernel of such a name.
     """
 
-    only: tuple[str, ...] = ()
+    only: str | tuple[str, ...] = ()
     everywhere: bool = False
     interpret: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.only, str):
+            object.__setattr__(self, "only", (self.only,))
         for name in self.only:
             if name not in _MATCHERS:
                 raise DynaFlowError(f"There is no kernel {name!r} to use in place; there are {', '.join(_MATCHERS)}.")

@@ -25,14 +25,14 @@ class Do(df.OpScheduler):
     """A function in place of ``schedule``."""
 
     def __init__(self, do, *sizes):
-        self.do = do
+        self._do = do
         self.sizes = sizes
 
     def split(self, info):
         return self.sizes or [info.batch_size]
 
     def schedule(self, ctx):
-        return self.do(ctx)
+        return self._do(ctx)
 
 
 def run_rest(ctx):

@@ -37,6 +37,8 @@ def test_found_by_what_people_call_them(name):
 
 
 def test_unknown_names_are_refused():
+    with pytest.raises(DynaFlowError, match="A device is a DeviceModel or the name of one, such as 'H200', not 3"):
+        devices.named(3)
     with pytest.raises(DynaFlowError, match=r"No device model is called 'H900'; there are NVIDIA H200, .*, CPU\."):
         devices.named("H900")
 

@@ -12,6 +12,7 @@ from models import normal, same
 from scheduling import Do, Split, layer, loss, run_merged
 
 import dynaflow_jax as df
+from dynaflow_jax.runtime import extension
 
 W, X = normal(4, 4, seed=1) / 2, normal(16, 4, seed=2)
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -183,3 +184,18 @@ def test_a_batch_that_does_not_divide_is_split_by_rows():
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):
         same(jax.jit(flow_of(constrained, scheduler=Split(3, 3)))(W, X[:6]), layer(W, X[:6]))
+
+
+@pytest.mark.skipif(extension.module is None, reason="the extension was not built")
+@pytest.mark.parametrize("spread", ["weights", "rows"])
+def test_what_lies_on_several_devices_is_not_dispatched(spread):
+    """XLA would gather all of it on every device for the one call."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    w = jax.device_put(normal(8, 8), NamedSharding(mesh, P("data") if spread == "weights" else P()))
+    x = jax.device_put(normal(16, 8), NamedSharding(mesh, P("data") if spread == "rows" else P()))
+    flow = df.dynaflow(layer, scheduler=df.strategies.Sequential(), backend="dispatch", batch_axes=(None, 0))
+    with pytest.warns(df.DispatchWarning, match="XLA partitions"):
+        same(flow(w, x), layer(w, x))
+    single = jax.device_put(normal(8, 8), jax.devices()[0]), jax.device_put(normal(16, 8), jax.devices()[0])
+    same(flow(*single), layer(*single))
+    assert "dispatched, since" in flow.explain(*single)

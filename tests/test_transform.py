@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from models import same
 from scheduling import Do, Split, W, X, layer, looped, loss, run_rest
 
@@ -217,7 +218,7 @@ def test_what_a_strategy_knows_before_it_splits():
     ("options", "message"),
     [
         ({"scheduler": df.strategies.NanoFlow}, "is a class; pass an instance: NanoFlow(...)"),
-        ({"scheduler": None}, "must be an OpScheduler or a Plan, not None"),
+        ({"scheduler": None}, "must be an OpScheduler or a Plan, a Switch or Auto, not None"),
         ({"scheduler": "NanoFlow"}, "must be an OpScheduler or a Plan"),
         ({"backend": "cuda"}, "backend must be 'auto', 'xla' or 'dispatch', not 'cuda'"),
         ({"rng": "fast"}, "rng must be 'exact' or 'per_micro_batch', not 'fast'"),
@@ -229,13 +230,97 @@ def test_what_a_strategy_knows_before_it_splits():
         ({"allow_batch_mixing": 3}, "allow_batch_mixing takes names"),
         ({"allow_batch_mixing": ["a", 3]}, "allow_batch_mixing takes names of operators, modules or primitives, not 3"),
         ({"context": {1}}, "context must be hashable"),
-        ({"rules": "psum"}, "A rule is a df.SplitModule, a df.SplitFunc or a tuple of them"),
+        ({"allow_batch_mixing": None}, "allow_batch_mixing takes names of operators, modules or primitives, not None"),
+        ({"rules": "psum"}, "A rule is a df.SplitModule, a df.SplitFunc or a tuple of them, not 'psum'"),
+        ({"rules": None}, "A rule is a df.SplitModule, a df.SplitFunc or a tuple of them, not None"),
+        ({"donate_argnums": None}, "donate_argnums takes positions of arguments, from 0, not None"),
+        ({"donate_argnums": (0, "x")}, "donate_argnums takes positions of arguments, from 0, not 'x'"),
     ],
     ids=str,
 )
 def test_wrong_options(options, message):
     with pytest.raises(df.DynaFlowError, match=re.escape(message)):
         df.dynaflow(layer, **{"scheduler": Split(8), **options})
+
+
+def test_a_wrong_backend_of_the_environment_is_named_as_such(monkeypatch):
+    monkeypatch.setenv("DYNAFLOW_BACKEND", "cuda")
+    with pytest.raises(df.DynaFlowError, match="variable DYNAFLOW_BACKEND must be 'auto', 'xla' or 'dispatch'"):
+        flow_of()
+
+
+def test_shards_that_do_not_divide_the_batch():
+    with pytest.raises(df.SplitError, match="batch_shards=3 does not divide the batch of 8 rows"):
+        flow_of(batch_shards=3).plan(W, X)
+
+
+def test_it_is_said_that_nothing_is_split():
+    """A strategy that splits, and no argument that has rows: most likely an oversight."""
+    said = "Not split: batch_axes says of no argument where its rows are."
+    assert said in df.dynaflow(layer, scheduler=df.strategies.NanoFlow()).explain(W, X)
+    assert said not in df.dynaflow(layer, scheduler=df.strategies.Sequential()).explain(W, X)
+    assert said not in flow_of().explain(W, X)
+
+
+@pytest.mark.parametrize("axes", [0, (0,), [0]], ids=str)
+def test_axes_of_positional_arguments_where_all_are_given_by_keyword(axes):
+    with pytest.raises(df.SplitError, match="batch_axes"):
+        flow_of(batch_axes=axes).plan(w=W, x=X)
+
+
+class Stateful(nnx.Module):
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(4))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls.value = self.calls.value + 1
+        return x * self.scale.value
+
+
+def test_state_that_would_be_lost():
+    """What a function changes in place of returning it would not come out of the trace."""
+    flow = df.dynaflow(lambda model, x: model(x), scheduler=Split(4, 4), batch_axes=(None, 0))
+    with pytest.raises(df.DynaFlowError, match=r"the function changes model\.calls.*, a part of its argument"):
+        flow(Stateful(), X)
+
+    def returned(definition, state, x):
+        model = nnx.merge(definition, state)
+        return model(x), nnx.state(model, nnx.Variable)
+
+    definition, state = nnx.split(Stateful())
+    flow = df.dynaflow(returned, scheduler=df.strategies.Sequential())
+    y, new = flow(definition, state, X)
+    same(y, X)
+    assert new["calls"].value == 1
+
+
+def test_containers_of_the_function_are_its_own():
+    """As under ``jax.jit``, a dictionary is made anew for the function, which may take it apart."""
+
+    def fun(batch):
+        x = batch.pop("x")
+        batch["y"] = x
+        return jnp.sin(x)
+
+    given = {"x": X}
+    same(of_rows(fun)(given), jnp.sin(X))
+    assert given.keys() == {"x"}
+
+
+def test_an_optimizer_that_uses_the_gradient_of_the_batch():
+    """Each micro-batch would take a step of its own: the message says what to schedule instead."""
+
+    def step(w, x):
+        gradient = jax.grad(lambda w: jnp.mean(layer(w, x) ** 2))(w)
+        return w - 0.1 * gradient / jnp.sqrt(jnp.sum(gradient**2))
+
+    with pytest.raises(df.BatchMixingError) as caught:
+        df.dynaflow(step, scheduler=Split(4, 4), batch_axes=(None, 0), out_axes="mean")(W, X)
+    assert "apply the optimizer to its result, outside" in str(caught.value)
+    with pytest.raises(df.BatchMixingError) as caught:
+        of_rows(lambda x: x - x.mean(0))(X)
+    assert "apply the optimizer" not in str(caught.value)
 
 
 def test_wrong_functions():

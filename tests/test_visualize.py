@@ -482,3 +482,12 @@ def test_colours_can_be_read(theme):
         assert contrast(theme["soft"], theme[ground]) >= 4.5
         for line in ("focus", *(f"{bound}-edge" for bound in palette.BOUNDS)):
             assert contrast(theme[line], theme[ground]) >= 3
+
+
+@pytest.mark.parametrize("draw", [to_perfetto, lambda plan: df.compare(plan, plan)], ids=["to_perfetto", "compare"])
+def test_what_is_no_timeline_is_said_to_be_none(draw):
+    plan = df.dynaflow(jnp.sin, scheduler=df.strategies.Sequential()).plan(jnp.ones(3))
+    with pytest.raises(
+        df.DynaFlowError, match=r"takes timelines, as plan.simulate\(\) and df.profile.* give them, not Plan"
+    ):
+        draw(plan)

@@ -37,11 +37,11 @@ class Auto:
     spread, and that twice. Otherwise the function runs as if ``dynaflow`` were not there. Each strategy is tried with
     both backends where there are both (``backend="auto"`` on CUDA). Choices are kept in the folder that the
     environment variable ``DYNAFLOW_CACHE_DIR`` names, by default the user's cache folder: for a kind of device,
-    versions of JAX and of this library, shapes, operators, and candidates. A strategy of your own should say in its
-    ``repr`` what it depends on, since it is recognized by that.
+    versions of JAX and of this library, shapes, operators, and candidates. A strategy of your own is recognized by its
+    ``repr``, its class and its plain attributes: together they should say what it depends on.
 
     Args:
-      candidates: strategies, or plans to run again; by default every built-in one that takes no arguments, and
+      candidates: strategies, or plans to run again; by default every built-in one that needs no arguments, and
         ``NanoFlow`` with two and four micro-batches. Leaving the function as it is is a candidate always.
       budget_s: how many seconds ``df.tune`` may take, compiling included. The unscheduled function is compiled and
         measured in any case, and whatever is being compiled when the time is over is not interrupted.

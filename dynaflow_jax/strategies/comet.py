@@ -51,6 +51,3 @@ class Comet(OpScheduler):
                     fn = pipelined(ctx.jaxpr_of(group), self.pieces)
                     return (group, fn) if fn else ([op], None)
         return [op], None
-
-    def __repr__(self) -> str:
-        return f"Comet({'' if self.pieces == 2 else f'pieces={self.pieces}'})"

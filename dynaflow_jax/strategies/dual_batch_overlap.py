@@ -19,6 +19,8 @@ class DualBatchOverlap(OpScheduler):
     """
 
     def __init__(self, min_rows: int = 2, concurrent: bool = False):
+        if type(min_rows) is not int or min_rows < 1:
+            raise ValueError(f"DualBatchOverlap needs a positive whole number, not {min_rows=}.")
         self.min_rows = min_rows
         self.concurrent = concurrent
 
@@ -41,9 +43,6 @@ class DualBatchOverlap(OpScheduler):
     def _stream(self, op: ScheduledOperator) -> str:
         name = "network" if _communicates(op) else "compute"
         return f"{name}{op.micro_batch or 0}" if self.concurrent else name
-
-    def __repr__(self) -> str:
-        return f"DualBatchOverlap({'concurrent=True' if self.concurrent else ''})"
 
 
 def _communicates(op: ScheduledOperator) -> bool:

@@ -25,6 +25,8 @@ class GradientBuckets(OpScheduler):
     """
 
     def __init__(self, bucket_bytes: int = 25 << 20, update_stream: str = "compute"):
+        if type(bucket_bytes) is not int or bucket_bytes < 0:
+            raise ValueError(f"GradientBuckets needs a number of bytes, not {bucket_bytes=}.")
         self.bucket_bytes = bucket_bytes
         self.update_stream = update_stream
 

@@ -20,6 +20,8 @@ class NanoFlow(OpScheduler):
         fills the compute units that the other's last tiles leave idle. Their order is then the device's to choose.
     """
 
+    _always_shown = frozenset({"micro_batches"})
+
     def __init__(self, micro_batches: int = 2, min_rows: int = 1, min_bytes: int = 0, concurrent: bool = False):
         if any(type(number) is not int or number < 1 for number in (micro_batches, min_rows)):
             raise ValueError(f"NanoFlow needs positive whole numbers, not {micro_batches=} and {min_rows=}.")
@@ -52,7 +54,3 @@ class NanoFlow(OpScheduler):
     def _stream(self, op: ScheduledOperator) -> str:
         name = "network" if op.bound == "network" else "compute"
         return f"{name}{op.micro_batch or 0}" if self.concurrent else name
-
-    def __repr__(self) -> str:
-        concurrent = ", concurrent=True" if self.concurrent else ""
-        return f"NanoFlow(micro_batches={self.micro_batches}{concurrent})"

@@ -25,14 +25,14 @@ class TokenWeave(OpScheduler):
         if any(type(number) is not int or number < 1 for number in (tile, 1 if min_rows is None else min_rows)):
             raise ValueError(f"TokenWeave needs positive whole numbers, not {tile=} and {min_rows=}.")
         self.tile = tile
-        self.min_rows = 8 * tile if min_rows is None else min_rows
+        self.min_rows = min_rows
 
     def split(self, info: InputInfo) -> Sequence[int]:
         """Half of the tiles, rounded up, and the rest; of each shard, if the batch is sharded."""
         rows, shards = info.batch_size // info.shards, info.shards
         tiles = -(-rows // self.tile)
         first = min(rows, (tiles + 1) // 2 * self.tile)
-        if rows < self.min_rows or first == rows:
+        if rows < (self.min_rows or 8 * self.tile) or first == rows:
             return [info.batch_size]
         return [shards * first, shards * (rows - first)]
 

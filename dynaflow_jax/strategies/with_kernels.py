@@ -37,11 +37,15 @@ class WithKernels(OpScheduler):
             strategy = Replay(strategy)
         if not isinstance(strategy, OpScheduler):
             raise DynaFlowError(f"WithKernels takes a strategy that makes one plan, not {strategy!r}.")
-        finders: Iterable[Any] = (kernels,) if callable(kernels) else kernels
+        finders: Any = (kernels,) if callable(kernels) or isinstance(kernels, str) else kernels
         self.strategy = strategy
         self.kernels: tuple[Finder, ...] = tuple(finders) if isinstance(finders, Iterable) else (finders,)
-        if uncallable := [kernel for kernel in self.kernels if not callable(kernel)]:
-            raise DynaFlowError(f"WithKernels takes pallas_kernels.Kernels() or functions, not {uncallable[0]!r}.")
+        for kernel in self.kernels:
+            if isinstance(kernel, type):
+                name = kernel.__name__
+                raise DynaFlowError(f"WithKernels was given the class {name}; pass an instance: {name}(...).")
+            if not callable(kernel):
+                raise DynaFlowError(f"WithKernels takes pallas_kernels.Kernels() or functions, not {kernel!r}.")
 
     def split(self, info: InputInfo) -> Sequence[int]:
         """As the other strategy does."""

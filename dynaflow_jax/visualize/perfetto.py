@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.timeline import Event, Timeline, union
 from dynaflow_jax.visualize.rows import nanoseconds, place
 from dynaflow_jax.visualize.text import plain
@@ -24,10 +25,15 @@ def to_perfetto(*timelines: Timeline) -> str:
       *timelines: what to show, such as a predicted and a measured timeline of the same plan.
 
     Raises:
+      DynaFlowError: if one is no timeline.
       ValueError: if an event ends before it starts, at no finite time, or has an unknown bound.
     """
     events: list[dict[str, Any]] = []
     for pid, timeline in enumerate(timelines, 1):
+        if not isinstance(timeline, Timeline):
+            raise DynaFlowError(
+                f"to_perfetto takes timelines, as plan.simulate() and df.profile(...) give them, not {timeline!r:.60}."
+            )
         events += _process(pid, timeline)
     return json.dumps({"displayTimeUnit": "ns", "traceEvents": events}, allow_nan=False)
 

@@ -242,3 +242,49 @@ def test_each_strategy_reads_as_a_tutorial(name):
     assert strategy.__doc__
     assert all(inspect.getdoc(getattr(strategy, method)) for method in ("split", "schedule"))
     assert repr(strategy()).startswith(strategy.__name__)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (NanoFlow(), "NanoFlow(micro_batches=2)"),
+        (NanoFlow(4, min_bytes=8, concurrent=True), "NanoFlow(micro_batches=4, min_bytes=8, concurrent=True)"),
+        (DualBatchOverlap(concurrent=True), "DualBatchOverlap(concurrent=True)"),
+        (df.strategies.TokenWeave(), "TokenWeave()"),
+        (df.strategies.TokenWeave(tile=2, min_rows=3), "TokenWeave(tile=2, min_rows=3)"),
+        (df.strategies.Comet(3), "Comet(pieces=3)"),
+        (df.strategies.GradientBuckets(5), "GradientBuckets(bucket_bytes=5)"),
+        (df.strategies.ParameterPrefetch(3, "updates"), "ParameterPrefetch(ahead=3, update_stream='updates')"),
+        (Sequential(), "Sequential()"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_differs_from_the_default_is_shown(strategy, text):
+    """Plans are named by it, and measured choices are found by it."""
+    assert repr(strategy) == text
+
+
+def test_strategies_of_users_show_what_they_were_made_with():
+    class Own(df.OpScheduler):
+        def __init__(self, first, *rest, pick=min, other=1):
+            self.first, self.pick = first, pick
+            self._other = rest, other
+
+    assert repr(Own(2)) == "Own(first=2)"
+    assert repr(Own("a", 3, pick=max, other=5)) == "Own(first='a', pick=max)"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: NanoFlow(0),
+        lambda: NanoFlow(min_bytes=-1),
+        lambda: DualBatchOverlap(min_rows="3"),
+        lambda: df.strategies.GradientBuckets("25MB"),
+        lambda: df.strategies.GradientBuckets(-1),
+        lambda: df.strategies.TokenWeave(0),
+    ],
+)
+def test_impossible_numbers(make):
+    with pytest.raises(ValueError, match="needs"):
+        make()

@@ -276,6 +276,12 @@ def test_auto_drops_candidates_whose_kernels_are_not_used():
     assert "the same as NanoFlow" in dropped.dropped
 
 
+def test_one_kernel_by_name():
+    assert Kernels(only="rms_norm") == Kernels(only=("rms_norm",))
+    with pytest.raises(df.DynaFlowError, match="There is no kernel 'norm' to use in place"):
+        Kernels(only="norm")
+
+
 def test_text_of_auto():
     assert repr(Auto(kernels=Kernels())) == "Auto(kernels=Kernels())"
     assert repr(Auto([NanoFlow()]).with_kernels(Kernels())) == repr(Auto([NanoFlow()], kernels=Kernels()))
@@ -289,6 +295,8 @@ def test_text_of_auto():
         (Switch([NanoFlow()], lambda *args: 0), SIMULATED, "takes a strategy that makes one plan"),
         (NanoFlow(), 3, r"takes pallas_kernels.Kernels\(\) or functions, not 3"),
         (NanoFlow(), [SIMULATED, None], r"takes pallas_kernels.Kernels\(\) or functions, not None"),
+        (NanoFlow(), "rms_norm", r"takes pallas_kernels.Kernels\(\) or functions, not 'rms_norm'"),
+        (NanoFlow(), Kernels, r"was given the class Kernels; pass an instance: Kernels\(...\)"),
     ],
 )
 def test_malformed_arguments(strategy, kernels, message):
