@@ -75,21 +75,21 @@ def expert_parallel(scheduler: df.OpScheduler) -> df.Plan:
     return predicted.planned(layer, scheduler, arguments, (None, 0), **mapping)
 
 
-PLANS: dict[str, tuple[Callable[[df.OpScheduler], df.Plan], df.OpScheduler] | None] = {
+PLANS: dict[str, tuple[Callable[[df.OpScheduler], df.Plan], df.OpScheduler] | str] = {
     "sequential": (tensor_parallel, df.strategies.Sequential()),
     "nano_flow": (tensor_parallel, df.strategies.NanoFlow()),
-    "token_weave": (tensor_parallel, df.strategies.TokenWeave(tile=1)),
+    "token_weave": (tensor_parallel, df.strategies.TokenWeave(tile=3, min_rows=16)),
     "async_tensor_parallel": (sequence_parallel, df.strategies.AsyncTensorParallel()),
     "comet": (expert_parallel, df.strategies.Comet()),
     "dual_batch_overlap": (expert_parallel, df.strategies.DualBatchOverlap()),
     "single_batch_overlap": (expert_parallel, df.strategies.SingleBatchOverlap()),
-    "gradient_buckets": None,
-    "parameter_prefetch": None,
-    "switch": None,
-    "auto": None,
-    "with_kernels": None,
+    "gradient_buckets": "The [guide](../guide.md#loops-and-shard_map) shows that of a small training step.",
+    "parameter_prefetch": "It is that of a whole training step: too long to show.",
+    "switch": "It has the plans of the strategies that it is made of.",
+    "auto": "It has the plan of the strategy that it chose.",
+    "with_kernels": "It is that of the strategy that it is made of, with kernels in its steps.",
 }
-"""For each page the model and the strategy whose plan it shows."""
+"""For each page the model and the strategy whose plan it shows, or what to say in place of one."""
 
 _LINES = 24  # of a plan; what follows repeats
 
@@ -97,19 +97,18 @@ _LINES = 24  # of a plan; what follows repeats
 def plan(name: str) -> str:
     """A strategy's plan as text, and what it is predicted to take."""
     chosen = PLANS[name]
-    if chosen is None:
-        return (
-            "Its plans are those of a whole training step, or of other strategies: too long, or nothing new, to show."
-        )
+    if isinstance(chosen, str):
+        return chosen
     make, strategy = chosen
     made = make(strategy)
     lines = made.show().splitlines()
     if len(lines) > _LINES:
         lines = [*lines[:_LINES], f"... ({len(lines) - _LINES} lines more)"]
     model = (make.__doc__ or "").removesuffix(".")
-    took, before = (df.step_us(plan, DEVICE) for plan in (made, make(df.strategies.Sequential())))
-    head = f"{model}; predicted for two {DEVICE}s: {took:.0f} µs, and {before:.0f} µs with `Sequential()`."
-    return f"{head}\n\n```text\n" + "\n".join(line.rstrip() for line in lines) + "\n```"
+    head = f"{model}; predicted for two {DEVICE}s: {df.step_us(made, DEVICE):.0f} µs"
+    if not isinstance(strategy, df.strategies.Sequential):
+        head += f", and {df.step_us(make(df.strategies.Sequential()), DEVICE):.0f} µs with `Sequential()`"
+    return f"{head}.\n\n```text\n" + "\n".join(line.rstrip() for line in lines) + "\n```"
 
 
 def measured(name: str) -> str:
@@ -121,7 +120,7 @@ def measured(name: str) -> str:
             rows = [row for row in data["rows"] if _strategy(row).startswith(strategy + "(")]
             if rows and tables.TABLES[data["benchmark"]] is tables.overlap:
                 found.append(f"`{data['benchmark']}`. {tables.heading(data)}\n\n{tables.overlap(rows)}")
-    return "\n\n".join(found) or "No benchmark has it as the best of those that contended, or measures it on its own."
+    return "\n\n".join(found) or "It is the best of those that contended in none of the benchmarks of overlap."
 
 
 def _strategy(row: dict[str, Any]) -> str:

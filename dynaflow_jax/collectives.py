@@ -25,6 +25,9 @@ def all_reduce(
 ) -> Any:
     """Combines the devices' arrays element by element; every device gets the result.
 
+    For gradients of replicated parameters under ``jax.shard_map(check_vma=False)``: by default ``jax.grad`` adds these
+    up itself, and reducing them again would count them once for each device.
+
     Args:
       x: an array of any shape, or a pytree of arrays; numbers of any dtype. Complex numbers have no ``"max"`` and
         ``"min"``.

@@ -403,7 +403,11 @@ class ScheduleContext:
         return tuple(sorted(set(found)))
 
     def inputs_of(self, ops: ScheduledOperator | Iterable[ScheduledOperator]) -> list[Any]:
-        """Shapes and dtypes of what a function gets that replaces ``ops``, in order."""
+        """Shapes and dtypes of what a function gets that replaces ``ops``.
+
+        In the order in which they first read it: ``x @ w`` reads ``x``, then ``w``, whatever the order of the model's
+        own arguments. Two of one shape can be swapped unnoticed.
+        """
         refs = self._refs(ops)
         return [var.aval for _, var in external_inputs(self._region, refs)]
 
