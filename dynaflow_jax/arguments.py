@@ -83,7 +83,9 @@ def shapes(text: str) -> tuple[jax.ShapeDtypeStruct, ...]:
 def _struct(match: re.Match[str]) -> jax.ShapeDtypeStruct:
     name, sizes = match["dtype"], match["sizes"]
     if sizes is None:
-        raise DynaFlowError(f"--shapes: {match[0]!r} has no sizes; write {name}[8,128], or {name}[] for a scalar.")
+        raise DynaFlowError(
+            f"--shapes: {match[0]!r} has no sizes in brackets; write {name}[8,128], or {name}[] for a scalar."
+        )
     full = "bool" if name == "pred" else re.sub(r"^([a-z]{1,2})(\d+)$", _full, name)
     try:
         dtype = jnp.dtype(full)

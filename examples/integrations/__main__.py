@@ -18,7 +18,12 @@ def main(argv: Sequence[str]) -> None:
     if unknown := [name for name in argv[1:] if name not in check.SYSTEMS]:
         sys.exit(f"There is no system {unknown[0]!r}; there are {', '.join(check.SYSTEMS)}.")
     for name in argv[1:]:
-        system = check.load(name)
+        try:
+            system = check.load(name)
+        except ImportError as error:
+            sys.exit(
+                f"{name} cannot be imported: {error}. `make test-integrations SYSTEMS={name}` makes its environment."
+            )
         for flow in (system.forward, system.step):
             print(flow.explain(*system.arguments), end="\n\n")
     print(table([HEADER, *map(row, argv[1:] or check.SYSTEMS)]))
