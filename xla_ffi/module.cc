@@ -54,6 +54,24 @@ std::shared_ptr<nb::object> Hold(nb::object object) {
   });
 }
 
+// A Python text as UTF-8. It may have what UTF-8 has not: surrogates, as in the name of a file that is no
+// text.
+std::string Text(nb::handle text) {
+  const nb::bytes bytes(text.attr("encode")("utf-8", "backslashreplace"));
+  return {bytes.c_str(), bytes.size()};
+}
+
+// What an exception says, whatever its class does when it is asked.
+std::string Told(nb::python_error& error) {
+  std::string name = "an exception";
+  try {
+    name = Text(error.type().attr("__name__"));
+    return StrCat(name, ": ", Text(nb::str(error.value())));
+  } catch (const std::exception&) {
+    return name + ", which has no text";
+  }
+}
+
 // Calls Python from a thread that does not hold the GIL.
 template <typename... Args>
 Status CallPython(const std::shared_ptr<nb::object>& function, const Args&... args) {
@@ -63,13 +81,7 @@ Status CallPython(const std::shared_ptr<nb::object>& function, const Args&... ar
     (*function)(args...);
     return {};
   } catch (nb::python_error& error) {
-    const nb::object type = nb::borrow(error.type());
-    const std::string name = nb::cast<std::string>(type.attr("__name__"));
-    try {
-      return Internal(name, ": ", nb::cast<std::string>(nb::str(error.value())));
-    } catch (nb::python_error&) {
-      return Internal(name, ", which has no text");
-    }
+    return Internal(Told(error));
   } catch (const std::exception& error) {
     return Internal(error.what());
   }

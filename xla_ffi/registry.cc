@@ -58,7 +58,7 @@ Status Plan::Run(Call call) {
     if (closed_) return Closed();
     ++under_way_;
   }
-  const Status status = RunOpen(call);
+  const Status status = Caught([&] { return RunOpen(call); });
   std::lock_guard lock(mutex_);
   if (--under_way_ == 0) idle_.notify_all();
   return status;

@@ -133,7 +133,7 @@ Rendezvous::Turn& Rendezvous::TurnOf(const Meeting& meeting) {
 // Takes the run's turn and lets its participants launch; or ends the meeting with what prevents that.
 void Rendezvous::Open(Meeting& meeting, const Prepare& prepare) {
   TurnOf(meeting).Take();
-  const Status status = Ready(meeting, prepare);
+  const Status status = Caught([&] { return Ready(meeting, prepare); });
   if (!status.ok()) {
     meeting.run.Fail(status);
     TurnOf(meeting).Give();
@@ -160,7 +160,8 @@ void Rendezvous::Launch(Meeting& meeting, size_t index) {
   const Call& call = meeting.calls[index];
   Executor& executor = *meeting.executors[index];
   // A device that another one has given up on need not start; but it then owes its peers their flags.
-  const Status status = meeting.run.failed() ? meeting.run.status() : executor.Run(call);
+  const Status status =
+      meeting.run.failed() ? meeting.run.status() : Caught([&] { return executor.Run(call); });
   if (!status.ok()) meeting.run.Fail(status.Within([&] { return StrCat("device ", call.device); }));
 
   std::unique_lock lock(mutex_);

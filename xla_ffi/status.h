@@ -2,6 +2,7 @@
 #pragma once
 
 #include <charconv>
+#include <exception>
 #include <iterator>
 #include <memory>
 #include <string>
@@ -93,6 +94,17 @@ Status Unimplemented(const Parts&... parts) {
 template <typename... Parts>
 Status Internal(const Parts&... parts) {
   return Status(Code::kInternal, StrCat(parts...));
+}
+
+// What a function returns, or what it throws, as an error. For where others wait for what comes after it: an
+// exception that got past there would leave them waiting.
+template <typename Function>
+Status Caught(const Function& function) {
+  try {
+    return function();
+  } catch (const std::exception& e) {
+    return Internal(e.what());
+  }
 }
 
 // A value, or why there is none.

@@ -264,6 +264,42 @@ def test_a_failing_on_miss_is_the_error():
     _dispatch.free_plan(plan)
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("not now")
+
+
+class Anonymous(type):
+    @property
+    def __name__(cls):
+        raise ValueError("not now")
+
+
+class Nameless(Exception, metaclass=Anonymous):
+    pass
+
+
+# What os.fsdecode makes of a name that is no UTF-8 has surrogates.
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError("cannot open 'a\udcff'"), r"OSError: cannot open 'a\\udcff'"),
+        (Mute(), "Mute, which has no text"),
+        (Nameless(), "an exception, which has no text"),
+    ],
+)
+@pytest.mark.parametrize("participants", [1, 2])
+def test_any_exception_is_the_error_of_all(participants, error, says):
+    def on_miss(calls):
+        raise error
+
+    plan = _dispatch.create_plan(on_miss, participants=participants, timeout_s=60)
+    for _ in range(2):  # the first one leaves nothing behind that the second would wait for
+        runs = [lambda d=d: _dispatch.run_host(plan, d, [], []) for d in range(participants)]
+        assert all(re.fullmatch(says, text) for text in in_threads(runs))
+    _dispatch.free_plan(plan)
+
+
 class Ring:
     """A plan of devices that each send their input to the next one and give the sum of their own and what came."""
 

@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <latch>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -194,6 +196,14 @@ TEST(Plan, CapturesOnceForThreadsThatMissTogether) {
 TEST(Plan, PassesTheOwnersErrorOn) {
   Plan plan([](std::span<const Call>) { return Internal("out of memory in the private pool"); }, 1);
   EXPECT_EQ(plan.Run({}).message(), "out of memory in the private pool");
+}
+
+TEST(Plan, ClosesAfterAnOwnerThatThrew) {
+  Plan plan([](std::span<const Call>) -> Status { throw std::runtime_error("as programmed"); }, 1);
+  EXPECT_EQ(plan.Run({}).message(), "as programmed");
+  const auto before = std::chrono::steady_clock::now();
+  plan.Close();
+  EXPECT_LT(std::chrono::steady_clock::now() - before, Seconds(kDefaultTimeout / 2)) << "no run is under way";
 }
 
 TEST(Plan, ChecksThatTheNewProgramFits) {

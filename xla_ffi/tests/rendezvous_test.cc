@@ -8,6 +8,7 @@
 #include <chrono>
 #include <latch>
 #include <memory>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -280,6 +281,18 @@ TEST(Rendezvous, AFailingOwnerFailsAllAndMayTryAgain) {
   EXPECT_EQ(owned.plan.stats().programs, 2u) << "what the first try left is gone";
 }
 
+TEST(Rendezvous, AnOwnerThatThrowsFailsAllAndMayTryAgain) {
+  int tries = 0;
+  Owned owned([&](Owned& self, std::span<const Call> calls) -> Status {
+    if (++tries == 1) throw std::runtime_error("as programmed");
+    for (const Call& call : calls) self.Add(call.device);
+    return {};
+  });
+  EXPECT_THAT(owned.RunBoth(), Each("as programmed"));
+  EXPECT_EQ(owned.plan.stats().broken, "");
+  EXPECT_THAT(owned.RunBoth(), Each(IsEmpty())) << "the turn was given back";
+}
+
 TEST(Rendezvous, NamesTheDeviceThatGotNoProgram) {
   Owned owned([&](Owned& self, std::span<const Call>) {
     self.Add(0);
@@ -317,6 +330,7 @@ TEST(Rendezvous, APlanMayGoOnInTheSameRun) {
 // A device that returns at once, like CUDA, and is busy until its peer lets it go.
 struct AsyncDevice final : Device {
   Status Run(const Program&, const Call&) override {
+    if (throws) throw std::runtime_error("as programmed");
     if (fails) return Internal("out of luck");
     waits = true;
     return {};
@@ -329,7 +343,7 @@ struct AsyncDevice final : Device {
   bool Idle() const override { return !waits; }
   Status Failure(const Program&) override { return burns ? Internal("burnt out") : Status(); }
 
-  bool fails = false;
+  bool fails = false, throws = false;
   std::atomic<bool> burns = false;
   std::atomic<bool> waits = false;
   std::atomic<int> releases = 0;
@@ -364,6 +378,13 @@ TEST(Rendezvous, ADeviceThatCannotLaunchReleasesItsPeers) {
   EXPECT_THAT(pair.Run(), Each("device 1: out of luck"));
   EXPECT_FALSE(pair.devices[0]->waits);
   EXPECT_EQ(pair.plan.stats().broken, "device 1: out of luck");
+}
+
+TEST(Rendezvous, ADeviceThatThrowsReleasesItsPeers) {
+  AsyncPair pair;
+  pair.devices[1]->throws = true;
+  EXPECT_THAT(pair.Run(), Each("device 1: as programmed"));
+  EXPECT_FALSE(pair.devices[0]->waits);
 }
 
 TEST(Rendezvous, ADeviceThatFailsLaterReleasesItsPeers) {
