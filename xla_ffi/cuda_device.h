@@ -1,6 +1,7 @@
 // A program on a GPU: XLA's kernels, replayed on streams of our own.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -84,9 +85,9 @@ class CudaDevice final : public Device {
   std::shared_ptr<const cuda::ExchangeKernels> kernels_;  // if there is a use for them
   std::optional<cuda::ProgramGraph> whole_;
 
-  std::string why_not_one_graph_;  // empty: the program runs as one graph
-  bool has_run_ = false;
-  bool has_times_ = false;  // of the last run
+  std::string why_not_one_graph_;      // empty: the program runs as one graph
+  std::atomic<bool> has_run_ = false;  // also looked at during a run
+  bool has_times_ = false;             // of the last run
 };
 
 }  // namespace dynaflow

@@ -74,6 +74,9 @@ class Device {
   // How it runs, for people.
   virtual std::string Mode() const = 0;
 
+  // What follows may be called during Run and Times, from other threads: those may be waiting for what
+  // Release sets. So it may only look at what is fixed once the device is made.
+
   // After a run has failed, here or elsewhere: sets every flag that this device awaits, since it may wait on
   // the device, where nobody can call it back. May have to be called again and again: a flag may be awaited
   // several times. Not needed where waiting ends with SharedRun::Fail.

@@ -58,21 +58,6 @@ Result<std::vector<CommandTime>> Executor::Times() {
   return device_->Times(program_);
 }
 
-void Executor::Release() {
-  std::lock_guard lock(running_);
-  device_->Release(program_);
-}
-
-bool Executor::Idle() const {
-  std::lock_guard lock(running_);
-  return device_->Idle();
-}
-
-Status Executor::Failure() {
-  std::lock_guard lock(running_);
-  return device_->Failure(program_);
-}
-
 std::string Executor::Mode() const {
   std::lock_guard lock(running_);
   return device_->Mode();

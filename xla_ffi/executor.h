@@ -28,11 +28,11 @@ class Executor {
   // Thread-safe: the runs of one program share its private pool, so they follow one another.
   Status Run(const Call& call);
 
-  // See Device.
+  // See Device. Times waits for the last run; the others wait for nothing.
   Result<std::vector<CommandTime>> Times();
-  void Release();
-  bool Idle() const;
-  Status Failure();
+  void Release() { device_->Release(program_); }
+  bool Idle() const { return device_->Idle(); }
+  Status Failure() { return device_->Failure(program_); }
 
  private:
   Status CheckCall(const Call& call) const;

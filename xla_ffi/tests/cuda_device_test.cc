@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <sstream>
+#include <thread>
 #include <tuple>
 
 #include "xla_ffi/executor.h"
@@ -259,6 +261,24 @@ TEST_F(CudaDeviceTest, WaitsForItsWorkBeforeItGoes) {
   (void)fake_.TakeLog();
   executor_ = nullptr;
   EXPECT_EQ(fake_.TakeLog().front(), "EventSynchronize e1");
+}
+
+TEST_F(CudaDeviceTest, IsLookedAtWhileItRuns) {
+  ASSERT_TRUE(Make(TwoStreams()).ok());
+  // The driver takes calls from any thread; what the fake one writes down is this thread's.
+  driver_.ContextPush = [](cuda::Context) { return cuda::kSuccess; };
+  driver_.ContextPop = [](cuda::Context*) { return cuda::kSuccess; };
+  driver_.EventQuery = [](cuda::Event) { return cuda::kSuccess; };
+  std::atomic<bool> stop = false;
+  std::thread other([&] {
+    while (!stop) {
+      EXPECT_TRUE(executor_->Idle());
+      EXPECT_TRUE(executor_->Failure().ok());
+    }
+  });
+  for (int i = 0; i < 100; ++i) EXPECT_TRUE(Run().ok());
+  stop = true;
+  other.join();
 }
 
 TEST_F(CudaDeviceTest, GivesStreamsTheirPriorities) {

@@ -330,10 +330,16 @@ TEST(Rendezvous, APlanMayGoOnInTheSameRun) {
 // A device that returns at once, like CUDA, and is busy until its peer lets it go.
 struct AsyncDevice final : Device {
   Status Run(const Program&, const Call&) override {
+    while (after && !after->waits) std::this_thread::yield();
     if (throws) throw std::runtime_error("as programmed");
     if (fails) return Internal("out of luck");
     waits = true;
+    if (blocks) AwaitRelease();
     return {};
+  }
+  Result<std::vector<CommandTime>> Times(const Program&) override {
+    AwaitRelease();
+    return std::vector<CommandTime>();
   }
   std::string Mode() const override { return "pretended"; }
   // As with a flag that is awaited three times.
@@ -343,7 +349,15 @@ struct AsyncDevice final : Device {
   bool Idle() const override { return !waits; }
   Status Failure(const Program&) override { return burns ? Internal("burnt out") : Status(); }
 
-  bool fails = false, throws = false;
+  // As the driver does where it is asked to wait for a stream; but not for ever.
+  void AwaitRelease() {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (waits && !burns && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+    EXPECT_FALSE(waits && !burns) << "nobody has released it";
+  }
+
+  const AsyncDevice* after = nullptr;  // whose run it lets go first
+  bool fails = false, throws = false, blocks = false;
   std::atomic<bool> burns = false;
   std::atomic<bool> waits = false;
   std::atomic<int> releases = 0;
@@ -378,6 +392,24 @@ TEST(Rendezvous, ADeviceThatCannotLaunchReleasesItsPeers) {
   EXPECT_THAT(pair.Run(), Each("device 1: out of luck"));
   EXPECT_FALSE(pair.devices[0]->waits);
   EXPECT_EQ(pair.plan.stats().broken, "device 1: out of luck");
+}
+
+TEST(Rendezvous, ADeviceThatCannotLaunchReleasesAPeerThatBlocks) {
+  AsyncPair pair;
+  pair.devices[0]->blocks = true;
+  pair.devices[1]->after = pair.devices[0];
+  pair.devices[1]->fails = true;
+  EXPECT_THAT(pair.Run(), Each("device 1: out of luck"));
+}
+
+TEST(Rendezvous, ADeviceThatFailsLaterReleasesAPeerWhoseTimesAreWantedNow) {
+  AsyncPair pair;
+  EXPECT_THAT(pair.Run(), Each(IsEmpty()));
+  std::thread other([&] { EXPECT_TRUE(pair.plan.programs()[0].second->Times().ok()); });
+  std::this_thread::sleep_for(
+      std::chrono::milliseconds(20));  // it makes no difference if it is not there yet
+  pair.devices[1]->burns = true;
+  other.join();
 }
 
 TEST(Rendezvous, ADeviceThatThrowsReleasesItsPeers) {
