@@ -1,11 +1,24 @@
 #include "xla_ffi/registry.h"
 
 #include <algorithm>
+#include <chrono>
 #include <list>
+#include <thread>
 #include <utility>
 
 namespace dynaflow {
 namespace {
+
+// Waits until nobody runs on the devices any more, while the programs are still held: where a peer has
+// failed, the watchdog can only release a program that it finds.
+void AwaitIdle(const std::list<ProgramSets::Set>& gone) {
+  for (const auto& set : gone) {
+    for (const auto& [device, executor] : set) {
+      while (executor->Failure().ok() && !executor->Idle())
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+}
 
 Status Closed() { return FailedPrecondition("no plan runs any more: the process is about to exit"); }
 
@@ -17,22 +30,31 @@ Plan::Plan(OnMiss on_miss, size_t capacity, size_t participants, double timeout,
   if (participants > 1 || across) rendezvous_.emplace(participants, timeout, across);
 }
 
+// While there is still a watchdog.
+Plan::~Plan() { Forget(); }
+
 void Plan::SetPeers(std::shared_ptr<const Peers> peers) {
   if (rendezvous_) rendezvous_->SetPeers(std::move(peers));
 }
 
 void Plan::Add(int device, std::shared_ptr<Executor> executor) {
-  std::list<ProgramSets::Set> gone;  // destroyed after the lock: that may wait for the device
-  std::lock_guard lock(mutex_);
-  gone = programs_.Add(device, std::move(executor));
-  for (const auto& set : gone) stats_.evictions += set.size();
+  std::list<ProgramSets::Set> gone;  // waited for and destroyed after the lock
+  {
+    std::lock_guard lock(mutex_);
+    gone = programs_.Add(device, std::move(executor));
+    for (const auto& set : gone) stats_.evictions += set.size();
+  }
+  AwaitIdle(gone);
 }
 
 void Plan::Forget() {
-  std::list<ProgramSets::Set> gone;  // destroyed after the lock, like the above
-  std::lock_guard lock(mutex_);
-  gone = programs_.DropAll();
-  for (const auto& set : gone) stats_.evictions += set.size();
+  std::list<ProgramSets::Set> gone;  // as above
+  {
+    std::lock_guard lock(mutex_);
+    gone = programs_.DropAll();
+    for (const auto& set : gone) stats_.evictions += set.size();
+  }
+  AwaitIdle(gone);
 }
 
 void Plan::Close() {

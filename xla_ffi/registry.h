@@ -39,13 +39,14 @@ class Plan {
   // `across`: whether devices of other processes take part as well.
   explicit Plan(OnMiss on_miss, size_t capacity, size_t participants = 1, double timeout = kDefaultTimeout,
                 bool across = false);
+  ~Plan();
 
   // Says who the other processes are; before the first program is added.
   void SetPeers(std::shared_ptr<const Peers> peers);
 
   // Programs that run together are to be added one after the other, one for each device.
   void Add(int device, std::shared_ptr<Executor> executor);
-  // Forgets all programs; runs under way finish first.
+  // Forgets all programs; runs under way finish first, or are released.
   void Forget();
   // Runs nothing from now on. Waits for the runs under way, and lets go of all programs and of the owner.
   void Close();

@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <latch>
 #include <memory>
 #include <stdexcept>
@@ -329,6 +330,7 @@ TEST(Rendezvous, APlanMayGoOnInTheSameRun) {
 
 // A device that returns at once, like CUDA, and is busy until its peer lets it go.
 struct AsyncDevice final : Device {
+  ~AsyncDevice() override { AwaitRelease(); }
   Status Run(const Program&, const Call&) override {
     while (after && !after->waits) std::this_thread::yield();
     if (throws) throw std::runtime_error("as programmed");
@@ -410,6 +412,23 @@ TEST(Rendezvous, ADeviceThatFailsLaterReleasesAPeerWhoseTimesAreWantedNow) {
       std::chrono::milliseconds(20));  // it makes no difference if it is not there yet
   pair.devices[1]->burns = true;
   other.join();
+}
+
+TEST(Rendezvous, ADeviceThatHasFailedReleasesAPeerWhoseProgramIsDropped) {
+  const std::function<void(Plan&)> ways[] = {
+      [](Plan&) {},  // with the plan
+      [](Plan& plan) { plan.Forget(); },
+      [](Plan& plan) { plan.Close(); },
+      [](Plan& plan) {
+        plan.Add(0, std::make_shared<Executor>(ProgramBuilder(0), std::make_unique<AsyncDevice>()));
+      },
+  };
+  for (const auto& drop : ways) {
+    AsyncPair pair;
+    EXPECT_THAT(pair.Run(), Each(IsEmpty()));
+    pair.devices[1]->burns = true;
+    drop(pair.plan);
+  }
 }
 
 TEST(Rendezvous, ADeviceThatThrowsReleasesItsPeers) {
