@@ -52,6 +52,8 @@ struct HostDevice::RunState {
   }
 
   Status AwaitPeer(const Command& c, int process) {
+    if (!call.peers || process < 0 || static_cast<size_t>(process) >= call.peers->size())
+      return FailedPrecondition("process ", process, " is none of the plan's peers");
     const Peers& peers = *call.peers;
     Status lost;
     const auto stopped = [&] {

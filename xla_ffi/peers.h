@@ -37,6 +37,7 @@ class Peers {
         std::shared_ptr<void> keep_alive = nullptr)
       : own_(own), processes_(std::move(processes)), timeout_(timeout), keep_alive_(std::move(keep_alive)) {}
 
+  size_t size() const { return processes_.size(); }
   double timeout() const { return timeout_; }
 
   // What has become of a process: success while it lives and has not failed.

@@ -326,6 +326,21 @@ TEST(HostDevice, WantsAFunctionForEachPartition) {
               HasSubstr("partition 0 is no function"));
 }
 
+TEST(HostDevice, AwaitsOnlyProcessesThatThePlanKnows) {
+  alignas(4) uint32_t flag = 0;
+  const Program p = ProgramBuilder(1).Devices(2).Await(0, "receive", &flag, 1);
+  const Notice other{};
+  const Peers one(nullptr, {{"process 0", -1, &other}}, 60);
+  for (const auto& [process, peers] : {std::pair<int, const Peers*>{0, nullptr}, {1, &one}, {-2, &one}}) {
+    auto device = HostDevice::Create(p, {}, false, {HostDevice::kOwnProcess, process});
+    ASSERT_TRUE(device.ok());
+    const Status status = (*device)->Run(p, {.peers = peers});
+    EXPECT_EQ(status.code(), Code::kFailedPrecondition);
+    EXPECT_EQ(status.message(),
+              StrCat("operator 'receive' (command 0): process ", process, " is none of the plan's peers"));
+  }
+}
+
 TEST(HostDevice, AFlagOrdersStreamsAndIsCleared) {
   alignas(4) uint32_t flag = 0;
   int made = 0, seen = 0;
