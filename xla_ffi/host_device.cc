@@ -91,7 +91,12 @@ Result<std::unique_ptr<Device>> HostDevice::Create(const Program& program,
     return InvalidArgument("program '", program.name, "' spans ", program.num_devices, " devices, but ",
                            processes.size(), " processes were given");
   }
-  return std::unique_ptr<Device>(new HostDevice(program, std::move(partitions), timed, std::move(processes)));
+  std::unique_ptr<HostDevice> device(
+      new HostDevice(program, std::move(partitions), timed, std::move(processes)));
+  DYNAFLOW_RETURN_IF_ERROR(device->StartWorkers(program.streams.size()).Within([&] {
+    return StrCat("program '", program.name, "': cannot start a thread for each stream");
+  }));
+  return std::unique_ptr<Device>(std::move(device));
 }
 
 HostDevice::HostDevice(const Program& program, std::vector<HostPartition> partitions, bool timed,
@@ -99,9 +104,15 @@ HostDevice::HostDevice(const Program& program, std::vector<HostPartition> partit
     : partitions_(std::move(partitions)),
       processes_(std::move(processes)),
       timed_(timed),
-      spans_(timed ? program.commands.size() : 0) {
-  workers_.reserve(program.streams.size());
-  for (size_t i = 0; i < program.streams.size(); ++i) workers_.emplace_back(&HostDevice::Work, this, i);
+      spans_(timed ? program.commands.size() : 0) {}
+
+// After construction: where one cannot be started, the destructor joins those that were.
+Status HostDevice::StartWorkers(size_t count) {
+  return Caught([&] {
+    workers_.reserve(count);
+    for (size_t i = 0; i < count; ++i) workers_.emplace_back(&HostDevice::Work, this, i);
+    return Status();
+  });
 }
 
 HostDevice::~HostDevice() {

@@ -41,6 +41,7 @@ class HostDevice final : public Device {
 
   HostDevice(const Program& program, std::vector<HostPartition> partitions, bool timed,
              std::vector<int> processes);
+  Status StartWorkers(size_t count);
   void Work(size_t stream);
   Status Execute(const Command& command, RunState& run);
 

@@ -184,11 +184,10 @@ void Rendezvous::Launch(Meeting& meeting, size_t index) {
     } while (!over() && std::chrono::steady_clock::now() < deadline);
   }
   if (++meeting.done == participants_) {
-    if (meeting.run.failed()) {
-      Break(meeting.run.status());
-    } else {
-      Watch(meeting);
+    if (!meeting.run.failed()) {
+      if (const Status watched = Watch(meeting); !watched.ok()) meeting.run.Fail(watched);
     }
+    if (meeting.run.failed()) Break(meeting.run.status());
     meeting.stage = Stage::kOver;
     meeting.changed.notify_all();
     lock.unlock();
@@ -199,12 +198,13 @@ void Rendezvous::Launch(Meeting& meeting, size_t index) {
 }
 
 // A device may fail once all have launched, and only it will know.
-void Rendezvous::Watch(const Meeting& meeting) {
+Status Rendezvous::Watch(const Meeting& meeting) {
   const Executors& executors = meeting.executors;
-  if (std::all_of(executors.begin(), executors.end(), [](const auto& each) { return each->Idle(); })) return;
+  if (std::all_of(executors.begin(), executors.end(), [](const auto& each) { return each->Idle(); }))
+    return {};
   std::vector<Watchdog::Part> run;
   for (size_t i = 0; i < executors.size(); ++i) run.push_back({meeting.calls[i].device, executors[i]});
-  watchdog_.Watch(std::move(run), peers_);
+  return watchdog_.Watch(std::move(run), peers_);
 }
 
 std::string Rendezvous::Absence(const Meeting& meeting) const {

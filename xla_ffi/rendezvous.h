@@ -75,7 +75,7 @@ class Rendezvous {
   void Open(Meeting& meeting, const Prepare& prepare);
   Status Ready(Meeting& meeting, const Prepare& prepare);
   void Launch(Meeting& meeting, size_t index);
-  void Watch(const Meeting& meeting);
+  Status Watch(const Meeting& meeting);
   std::string Absence(const Meeting& meeting) const;
 
   const size_t participants_;

@@ -14,16 +14,27 @@ Watchdog::~Watchdog() {
   if (thread_.joinable()) thread_.join();
 }
 
-void Watchdog::Watch(std::vector<Part> run, std::shared_ptr<const Peers> peers) {
+Status Watchdog::Watch(std::vector<Part> run, std::shared_ptr<const Peers> peers) {
   bool sleeping;
   {
     std::lock_guard lock(mutex_);
+    DYNAFLOW_RETURN_IF_ERROR(StartThread());
     sleeping = run_.parts.empty();
     run_ = {std::move(run), std::move(peers), Clock::now(), std::nullopt};
     ++run_number_;
-    if (!thread_.joinable()) thread_ = std::thread([this] { Loop(); });
   }
   if (sleeping) changed_.notify_all();
+  return {};
+}
+
+// With mutex_ held; once.
+Status Watchdog::StartThread() {
+  if (thread_.joinable()) return {};
+  const Status started = Caught([this] {
+    thread_ = std::thread([this] { Loop(); });
+    return Status();
+  });
+  return started.Within([] { return std::string("cannot start the thread that watches a plan's runs"); });
 }
 
 void Watchdog::Loop() {

@@ -41,8 +41,9 @@ class Watchdog {
 
   // Watches a run until it is over, in place of the one before: a device that fails says so of every later
   // run. `peers`: the other processes that take part, if any do. Where one of them fails or ends, the run may
-  // still have all that it needs of it, so it gets as long as `patience` to end by itself.
-  void Watch(std::vector<Part> run, std::shared_ptr<const Peers> peers = nullptr);
+  // still have all that it needs of it, so it gets as long as `patience` to end by itself. Fails where there
+  // is no thread to be had.
+  Status Watch(std::vector<Part> run, std::shared_ptr<const Peers> peers = nullptr);
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -55,6 +56,7 @@ class Watchdog {
     std::optional<Clock::time_point> alone;  // since when it has been without one of the peers
   };
 
+  Status StartThread();
   void Loop();
   bool IsOver(Run& run);
   Status Lost(Run& run) const;

@@ -14,6 +14,7 @@
 
 #include "xla_ffi/executor.h"
 #include "xla_ffi/tests/programs.h"
+#include "xla_ffi/tests/thread_limit.h"
 
 namespace dynaflow {
 namespace {
@@ -339,6 +340,17 @@ TEST(HostDevice, AwaitsOnlyProcessesThatThePlanKnows) {
     EXPECT_EQ(status.message(),
               StrCat("operator 'receive' (command 0): process ", process, " is none of the plan's peers"));
   }
+}
+
+TEST(HostDevice, SaysThatThereIsNoThreadForAStream) {
+  for (const int threads : {0, 3}) {
+    const ThreadLimit limit(threads);
+    const auto device = HostDevice::Create(ProgramBuilder(4), {});
+    EXPECT_EQ(device.status().code(), Code::kInternal);
+    EXPECT_THAT(device.status().message(),
+                HasSubstr("program 'test': cannot start a thread for each stream: "));
+  }
+  EXPECT_TRUE(HostDevice::Create(ProgramBuilder(4), {}).ok());
 }
 
 TEST(HostDevice, AFlagOrdersStreamsAndIsCleared) {

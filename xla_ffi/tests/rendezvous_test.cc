@@ -17,6 +17,7 @@
 #include "xla_ffi/order.h"
 #include "xla_ffi/registry.h"
 #include "xla_ffi/tests/programs.h"
+#include "xla_ffi/tests/thread_limit.h"
 
 namespace dynaflow {
 namespace {
@@ -429,6 +430,23 @@ TEST(Rendezvous, ADeviceThatHasFailedReleasesAPeerWhoseProgramIsDropped) {
     pair.devices[1]->burns = true;
     drop(pair.plan);
   }
+}
+
+TEST(Rendezvous, ARunThatNobodyCanWatchFails) {
+  AsyncPair pair;
+  std::array<std::string, 2> errors;
+  std::latch ready(1);
+  std::thread other([&] {
+    ready.wait();
+    errors[0] = pair.plan.Run({.device = 0}).message();
+  });
+  const ThreadLimit none(0);
+  ready.count_down();
+  errors[1] = pair.plan.Run({.device = 1}).message();
+  other.join();
+  EXPECT_THAT(errors, Each(StartsWith("cannot start the thread")));
+  EXPECT_EQ(pair.plan.stats().broken, errors[0]);
+  for (AsyncDevice* device : pair.devices) device->waits = false;  // as each has set the other's flag
 }
 
 TEST(Rendezvous, ADeviceThatThrowsReleasesItsPeers) {

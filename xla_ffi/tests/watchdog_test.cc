@@ -12,7 +12,8 @@
 #include <string>
 #include <thread>
 
-#include "programs.h"
+#include "xla_ffi/tests/programs.h"
+#include "xla_ffi/tests/thread_limit.h"
 
 namespace dynaflow {
 namespace {
@@ -68,7 +69,7 @@ TEST(Watchdog, ReportsAFailureAndReleasesThePeers) {
   Pair pair;
   Reports reports;
   Watchdog watchdog(reports.Listener(), 1ms, 1min);
-  watchdog.Watch(pair.Run());
+  EXPECT_TRUE(watchdog.Watch(pair.Run()).ok());
   std::this_thread::sleep_for(10ms);
   EXPECT_EQ(reports.count, 0);
   EXPECT_EQ(pair.devices[0]->releases, 0);
@@ -86,7 +87,7 @@ TEST(Watchdog, GivesUpOnPeersThatCannotBeReleased) {
   Reports reports;
   {
     Watchdog watchdog(reports.Listener(), 1ms, 20ms);
-    watchdog.Watch(pair.Run());
+    EXPECT_TRUE(watchdog.Watch(pair.Run()).ok());
     reports.first.get_future().wait();
     std::this_thread::sleep_for(50ms);
     EXPECT_EQ(reports.count, 1);
@@ -99,7 +100,7 @@ TEST(Watchdog, FailuresOfAllDevicesAreOne) {
   for (Runner* device : pair.devices) device->failed = true;
   Reports reports;
   Watchdog watchdog(reports.Listener(), 1ms, 1min);
-  watchdog.Watch(pair.Run());
+  EXPECT_TRUE(watchdog.Watch(pair.Run()).ok());
   EXPECT_EQ(reports.first.get_future().get(), "device 4: burnt out");
 }
 
@@ -126,7 +127,7 @@ TEST(Watchdog, ARunMayEndWithoutAProcessThatHasEnded) {
   Reports reports;
   OtherProcess other(60);
   Watchdog watchdog(reports.Listener(), 1ms, 1min);
-  watchdog.Watch(pair.Run(), other.peers);
+  EXPECT_TRUE(watchdog.Watch(pair.Run(), other.peers).ok());
   other.End();
   std::this_thread::sleep_for(20ms);
   EXPECT_EQ(reports.count, 0) << "what the run needs of it may be there already";
@@ -140,7 +141,7 @@ TEST(Watchdog, ReleasesARunThatWaitsForAProcessThatHasEnded) {
   Reports reports;
   OtherProcess other(60);
   Watchdog watchdog(reports.Listener(), 1ms, 30ms);
-  watchdog.Watch(pair.Run(), other.peers);
+  EXPECT_TRUE(watchdog.Watch(pair.Run(), other.peers).ok());
   other.End();
   EXPECT_EQ(reports.first.get_future().get(), "process 1 has ended");
   pair.AwaitRelease();
@@ -151,7 +152,7 @@ TEST(Watchdog, ReleasesARunThatWaitsForAProcessThatFailed) {
   Reports reports;
   OtherProcess other(60);
   Watchdog watchdog(reports.Listener(), 1ms, 30ms);
-  watchdog.Watch(pair.Run(), other.peers);
+  EXPECT_TRUE(watchdog.Watch(pair.Run(), other.peers).ok());
   Peers(&other.other, {}, 60).Fail(Internal("out of luck"));
   EXPECT_EQ(reports.first.get_future().get(), "process 1: out of luck");
   pair.AwaitRelease();
@@ -162,7 +163,7 @@ TEST(Watchdog, ReleasesARunThatWaitsTooLong) {
   Reports reports;
   OtherProcess other(0.02);
   Watchdog watchdog(reports.Listener(), 1ms, 1min);
-  watchdog.Watch(pair.Run(), other.peers);
+  EXPECT_TRUE(watchdog.Watch(pair.Run(), other.peers).ok());
   EXPECT_THAT(reports.first.get_future().get(),
               testing::StartsWith("process 1 is alive, but did not answer within 0.02 s"));
   pair.AwaitRelease();
@@ -172,7 +173,7 @@ TEST(Watchdog, SleepsOnceARunIsOverAndWatchesTheNext) {
   Pair first, second;
   Reports reports;
   Watchdog watchdog(reports.Listener(), 1ms, 1min);
-  watchdog.Watch(first.Run());
+  EXPECT_TRUE(watchdog.Watch(first.Run()).ok());
   for (Runner* device : first.devices) device->busy = false;
   for (int before = -1; before != first.devices[0]->looks; std::this_thread::sleep_for(200ms)) {
     before = first.devices[0]->looks;
@@ -180,9 +181,22 @@ TEST(Watchdog, SleepsOnceARunIsOverAndWatchesTheNext) {
   first.devices[0]->failed = true;  // nobody asks any more
   std::this_thread::sleep_for(10ms);
   EXPECT_EQ(reports.count, 0);
-  watchdog.Watch(second.Run());
+  EXPECT_TRUE(watchdog.Watch(second.Run()).ok());
   second.devices[0]->failed = true;
   EXPECT_EQ(reports.first.get_future().get(), "device 4: burnt out");
+}
+
+TEST(Watchdog, SaysThatItHasNoThread) {
+  Pair pair;
+  Reports reports;
+  Watchdog watchdog(reports.Listener(), 1ms, 1min);
+  {
+    const ThreadLimit none(0);
+    EXPECT_THAT(watchdog.Watch(pair.Run()).message(), testing::StartsWith("cannot start the thread"));
+  }
+  EXPECT_TRUE(watchdog.Watch(pair.Run()).ok());
+  pair.devices[1]->failed = true;
+  EXPECT_EQ(reports.first.get_future().get(), "device 5: burnt out");
 }
 
 TEST(Watchdog, KeepsNothingAlive) {
@@ -190,7 +204,7 @@ TEST(Watchdog, KeepsNothingAlive) {
   Watchdog watchdog(reports.Listener(), 1ms, 1min);
   auto pair = std::make_unique<Pair>();
   const std::weak_ptr<Executor> executor = pair->executors[0];
-  watchdog.Watch(pair->Run());
+  EXPECT_TRUE(watchdog.Watch(pair->Run()).ok());
   pair.reset();
   while (!executor.expired()) std::this_thread::yield();  // it may be looking just now
   std::this_thread::sleep_for(5ms);
@@ -201,14 +215,14 @@ TEST(Watchdog, EndsWhileADeviceIsBusy) {
   Pair pair;
   Reports reports;
   Watchdog watchdog(reports.Listener(), 1h, 1h);
-  watchdog.Watch(pair.Run());
+  EXPECT_TRUE(watchdog.Watch(pair.Run()).ok());
 }
 
 TEST(Watchdog, RunsFollowOneAnother) {
   Pair pair;
   Reports reports;
   Watchdog watchdog(reports.Listener(), 10us, 1min);
-  for (int i = 0; i < 5000; ++i) watchdog.Watch(pair.Run());
+  for (int i = 0; i < 5000; ++i) EXPECT_TRUE(watchdog.Watch(pair.Run()).ok());
   EXPECT_EQ(reports.count, 0);
 }
 
