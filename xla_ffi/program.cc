@@ -443,6 +443,10 @@ std::string Encode(const Program& p) {
 Status Validate(const Program& p) {
   const std::string where = StrCat("program '", p.name, "'");
   if (p.num_devices == 0) return InvalidArgument(where, " has no device");
+  if (p.num_devices > kMaxDevices) {
+    return InvalidArgument(where, " spans ", p.num_devices, " devices; at most ", kMaxDevices,
+                           " are allowed");
+  }
   if (p.streams.size() > kMaxStreams) {
     return InvalidArgument(where, " has ", p.streams.size(), " streams; at most ", kMaxStreams,
                            " are allowed");

@@ -162,6 +162,7 @@ inline constexpr uint64_t kFlagBytes = 4;
 inline constexpr uint64_t kSumBytes = 16;  // of which size and addresses of a sum are multiples
 inline constexpr size_t kMaxSummands = 16;
 inline constexpr uint64_t kMaxRowBytes = 32768;  // of a norm
+inline constexpr uint32_t kMaxDevices = 1024;    // of one host, and more than any has
 inline constexpr uint32_t kMaxStreams = 64;      // a host stream is a thread
 
 // Fails with the field at fault for any bytes that Encode would not have written.

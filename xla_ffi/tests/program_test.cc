@@ -87,6 +87,8 @@ TEST(Decode, NamesTheFieldAtFault) {
   constexpr uint64_t kMax = std::numeric_limits<uint64_t>::max();
   const Damage damages[] = {
       {"has no device", [](Program& p) { p.num_devices = 0; }},
+      {"spans 1025 devices; at most 1024", [](Program& p) { p.num_devices = 1025; }},
+      {"spans 4294967295 devices", [](Program& p) { p.num_devices = 0xffffffff; }},
       {"stream 1 is on device 3 of 1", [](Program& p) { p.streams[1].device = 3; }},
       {"65 streams; at most 64", [](Program& p) { p.streams.resize(65); }},
       {"has 99 events but only 13 commands", [](Program& p) { p.num_events = 99; }},
