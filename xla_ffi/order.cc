@@ -125,6 +125,36 @@ Status CheckInputsKept(const Program& p) {
   return {};
 }
 
+// Whether a copy's rows, from and to ranges of one space, are the same bytes or none in common.
+bool IsOrderly(const Command& c, const Range& from, const Range& to) {
+  if (from.offset + from.bytes <= to.offset || to.offset + to.bytes <= from.offset) return true;
+  if (from == to) return true;
+  const uint64_t pitch = c.rows.read_pitch, row = RowBytes(c);
+  if (c.rows.count == 1 || c.rows.write_pitch != pitch) return false;
+  // Rows may lie between rows.
+  const uint64_t apart = (std::max(from.offset, to.offset) - std::min(from.offset, to.offset)) % pitch;
+  return apart >= row && pitch - apart >= row;
+}
+
+// Nothing says in which order a copy goes over its bytes.
+Status CheckCopies(const Program& p) {
+  for (size_t i = 0; i < p.commands.size(); ++i) {
+    const Command& c = p.commands[i];
+    if (c.kind != CommandKind::kCopy || c.writes[0].bytes == 0) continue;
+    const Range from = Canonical(p, c.reads[0]), to = Canonical(p, c.writes[0]);
+    if (from.space != to.space || from.index != to.index || IsOrderly(c, from, to)) continue;
+    return InvalidArgument(Describe(p, i), " copies ", Show(from), " to where a part of them is");
+  }
+  return {};
+}
+
+// What is wrong with commands by themselves.
+Status CheckEach(const Program& p) {
+  const auto where = [&] { return StrCat("program '", p.name, "'"); };
+  DYNAFLOW_RETURN_IF_ERROR(CheckCopies(p).Within(where));
+  return CheckInputsKept(p).Within(where);
+}
+
 }  // namespace
 
 Order::Order(const Program& p) : num_streams_(p.streams.size()) {
@@ -172,7 +202,7 @@ std::vector<Conflict> FindConflicts(const Program& p) {
 }
 
 Status CheckOverlap(const Program& p) {
-  DYNAFLOW_RETURN_IF_ERROR(CheckInputsKept(p).Within([&] { return StrCat("program '", p.name, "'"); }));
+  DYNAFLOW_RETURN_IF_ERROR(CheckEach(p));
   const Order order(p);
   for (const Conflict& c : FindConflicts(p)) {
     if (order.Ordered(c.first, c.second)) continue;
@@ -185,7 +215,7 @@ Status CheckOverlap(const Program& p) {
 }
 
 Result<size_t> OrderOverlaps(Program& p) {
-  DYNAFLOW_RETURN_IF_ERROR(CheckInputsKept(p).Within([&] { return StrCat("program '", p.name, "'"); }));
+  DYNAFLOW_RETURN_IF_ERROR(CheckEach(p));
   // Walk in program order with the clocks of what has been ordered so far. A command that meets a command of
   // another stream which is not yet before it gets a wait; the latest of that stream stands for the earlier
   // ones.

@@ -41,7 +41,7 @@ struct Conflict {
 std::vector<Conflict> FindConflicts(const Program& program);
 
 // Refuses a program in which two unordered operators touch the same bytes (naming both), or in which an
-// operator writes an input that is not donated (naming it).
+// operator writes an input that is not donated, or copies bytes to where a part of them is (naming it).
 Status CheckOverlap(const Program& program);
 
 // Adds the events that CheckOverlap finds missing: the later operator, in program order, waits for the

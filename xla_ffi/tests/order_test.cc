@@ -187,6 +187,39 @@ TEST(CheckOverlap, ProtectsInputsFromWhatArrives) {
       HasSubstr("operator 'receive' (command 0) writes pinned input 0"));
 }
 
+TEST(CheckOverlap, RefusesACopyOntoAPartOfItself) {
+  const auto says = [](const Program& p) {
+    EXPECT_TRUE(Validate(p).ok()) << Validate(p).message();
+    Program ordered = p;
+    EXPECT_EQ(OrderOverlaps(ordered).status().message(), CheckOverlap(p).message());
+    return CheckOverlap(p).message();
+  };
+  const auto copy = [&](Range to, Range from) {
+    return says(
+        ProgramBuilder(1).MovingInput(64).Output(64, /*donor=*/0).Output(32).Copy(0, "moves", to, from));
+  };
+  constexpr char kRefused[] = "'moves' (command 0) copies 32 bytes at 0x1000 to where a part of them is";
+  EXPECT_THAT(copy(Memory(0x1001, 32), Memory(0x1000, 32)), HasSubstr(kRefused));
+  EXPECT_THAT(copy(Memory(0xfff, 32), Memory(0x1000, 32)), HasSubstr(kRefused));
+  EXPECT_THAT(copy(OutputBytes(0, 16, 32), InputBytes(0, 0, 32)), HasSubstr("32 bytes of input 0"));
+  EXPECT_EQ(copy(Memory(0x1000, 32), Memory(0x1000, 32)), "") << "onto itself";
+  EXPECT_EQ(copy(Memory(0x1020, 32), Memory(0x1000, 32)), "");
+  EXPECT_EQ(copy(OutputBytes(1, 0, 32), InputBytes(0, 0, 32)), "");
+  EXPECT_EQ(copy(Memory(0x1001, 0), Memory(0x1001, 0)), "");
+
+  const auto rows = [&](uint64_t to, uint64_t from, uint64_t write_pitch) {
+    return says(ProgramBuilder(1).CopyRows(0, "rows", Memory(to, 2 * write_pitch + 8), Memory(from, 72),
+                                           {3, 32, write_pitch}));
+  };
+  EXPECT_EQ(rows(0x1008, 0x1000, 32), "") << "rows between rows";
+  EXPECT_EQ(rows(0x1000, 0x1018, 32), "");
+  EXPECT_EQ(rows(0x1000, 0x1000, 32), "");
+  EXPECT_THAT(rows(0x1004, 0x1000, 32), HasSubstr("to where a part of them is"));
+  EXPECT_THAT(rows(0x1020, 0x1000, 32), HasSubstr("to where a part of them is"));
+  EXPECT_THAT(rows(0x1000, 0x101c, 32), HasSubstr("to where a part of them is"));
+  EXPECT_THAT(rows(0x1008, 0x1000, 16), HasSubstr("to where a part of them is"));
+}
+
 TEST(OrderOverlaps, AddsTheMissingEvent) {
   Program p = ProgramBuilder(2)
                   .Launch(0, "writes", {}, {Memory(100, 8)})

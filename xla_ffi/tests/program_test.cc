@@ -199,6 +199,19 @@ TEST(Decode, NamesTheFieldAtFault) {
        [](Program& p) { p.commands[12].writes[1].offset = 0x12010; }},
       {"the sum takes the place of a part of a summand",
        [](Program& p) { p.commands[12].writes[0].offset = 0x13020; }},
+      {"the sum takes the place of a part of a summand",  // of the weights, which are as long for a single
+                                                          // row
+       [](Program& p) {
+         p.commands[12].norm->width = 32;
+         p.commands[12].norm->weight = Element::kBFloat16;
+         p.commands[12].reads[3] = p.commands[12].writes[0];
+       }},
+      {"the sum takes the place of a part of a summand",
+       [](Program& p) {
+         p.commands[12].norm->width = 32;
+         p.commands[12].norm->weight = Element::kBFloat16;
+         p.commands[12].reads[3] = p.commands[12].writes[1];
+       }},
       {"command kind is 9, not one of 0 to 6", [](Program& p) { p.commands[0].kind = CommandKind{9}; }},
       {"input kind is 2, not one of 0 to 1", [](Program& p) { p.inputs[0].kind = InputKind{2}; }},
       {"range space is 3, not one of 0 to 2", [](Program& p) { p.commands[0].reads[0].space = Space{3}; }},
