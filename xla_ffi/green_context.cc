@@ -34,7 +34,7 @@ Result<std::vector<OwnedGreenContext>> ShareOutSms(const Driver& driver, Device 
       share.push_back(pieces.back());
       pieces.pop_back();
     }
-    if (count + unit <= budgets[i]) {
+    if (share.empty() || count + unit <= budgets[i]) {
       return InvalidArgument("the streams' sm_budgets ask for more than the device's ", all.sm_count, " SMs");
     }
     ResourceDesc desc = nullptr;

@@ -321,6 +321,8 @@ TEST_F(CudaDeviceTest, SharesOutSms) {
   EXPECT_THAT(shares({16, 100, 16}), ElementsAre("16sms", "16sms", "100sms"));
   EXPECT_THAT(shares({100, 100}), ElementsAre("104sms", HasSubstr("ask for more")));
   EXPECT_THAT(shares({132, 132}), ElementsAre("132sms", HasSubstr("ask for more than the device's 132 SMs")));
+  EXPECT_THAT(shares(std::vector<unsigned>(18, 4)), AllOf(SizeIs(18), Contains(HasSubstr("ask for more"))))
+      << "there are 16 pieces of 8 and one of 4: none of no SMs at all, however little it asks for";
   driver_.SplitSms = nullptr;
   EXPECT_THAT(shares({16}), ElementsAre(HasSubstr("12.4 or later")));
 }
