@@ -48,7 +48,9 @@ void Peers::Fail(const Status& why) const {
   std::lock_guard lock(mutex);
   if (own_->failed.load(std::memory_order_relaxed)) return;
   const std::string& text = why.message();
-  const size_t size = std::min(text.size(), sizeof(own_->why) - 1);
+  size_t size = std::min(text.size(), sizeof(own_->why) - 1);
+  const auto within_character = [&] { return size < text.size() && (text[size] & 0xC0) == 0x80; };
+  while (size > 0 && within_character()) --size;
   std::memcpy(own_->why, text.data(), size);
   own_->why[size] = '\0';
   own_->failed.store(1, std::memory_order_release);

@@ -135,6 +135,19 @@ TEST_F(PeersTest, LongReasonsAreCut) {
   EXPECT_EQ(Other()->Check().message(), "process 1: " + std::string(1019, 'x'));
 }
 
+TEST_F(PeersTest, ReasonsAreCutBetweenCharacters) {
+  for (const std::string character : {"\xc3\xa9", "\xe6\xbc\x94", "\xf0\x9f\x98\x80"}) {
+    for (size_t before = 1010; before <= 1019; ++before) {
+      Notice notice{};
+      std::string text(before, 'x');
+      while (text.size() < 2000) text += character;
+      Peers(&notice, {}, 60).Fail(Internal(text));
+      const size_t whole = (1019 - before) / character.size();
+      EXPECT_EQ(notice.why, text.substr(0, before + whole * character.size()));
+    }
+  }
+}
+
 // One device's part of a plan of two, one in each process: each sends the other a number, and adds.
 class Half {
  public:
