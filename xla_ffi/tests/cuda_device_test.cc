@@ -347,6 +347,26 @@ TEST_F(CudaDeviceTest, CopiesToPeers) {
   EXPECT_THAT(Make(program, {}, {0, 1}).message(), HasSubstr("EnablePeerAccess failed"));
 }
 
+TEST_F(CudaDeviceTest, CopiesOfRowsThatMoveAreNoNodes) {
+  const Range rows = Memory(0x9000, 24);
+  const Program moving[] = {
+      ProgramBuilder(1).MovingInput(40).CopyRows(0, "in", rows, InputBytes(0, 0, 40), {3, 16, 8}),
+      ProgramBuilder(1).Output(40).CopyRows(0, "out", OutputBytes(0, 0, 40), rows, {3, 8, 16}),
+  };
+  for (const Program& program : moving) {
+    ASSERT_TRUE(Make(program).ok());
+    for (const uintptr_t address : {0x100, 0x200}) {
+      ASSERT_TRUE(Run(address, address).ok());
+      EXPECT_THAT(fake_.TakeLog(),
+                  AllOf(Contains(StartsWith("Memcpy3DAsync")), Not(Contains(HasSubstr("SetMemcpy")))));
+    }
+    EXPECT_THAT(executor_->Mode(), HasSubstr("(command 0): the driver gives no new addresses to a copy of"));
+  }
+  ASSERT_TRUE(Make(ProgramBuilder(1).CopyRows(0, "stays", rows, Memory(0x8000, 40), {3, 16, 8})).ok());
+  ASSERT_TRUE(Run().ok());
+  EXPECT_EQ(executor_->Mode(), "one graph");
+}
+
 void* Flag(uintptr_t address) { return reinterpret_cast<void*>(address); }
 
 // Sends to device 1 once there is room, and uses what arrives from it; on two streams.
