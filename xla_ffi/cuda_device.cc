@@ -102,7 +102,9 @@ Result<std::unique_ptr<Device>> CudaDevice::Create(const cuda::Driver& driver, s
 
 CudaDevice::~CudaDevice() {
   // What still runs uses the captures' kernels and the pool, which are about to go.
-  if (has_run_) driver_.EventSynchronize(done_->get());
+  if (!has_run_) return;
+  const cuda::ScopedContext scope(driver_, contexts_[0].get());
+  driver_.EventSynchronize(done_->get());
 }
 
 Status CudaDevice::Prepare(const std::vector<int>& ordinals, const Program& program) {

@@ -263,6 +263,18 @@ TEST_F(CudaDeviceTest, WaitsForItsWorkBeforeItGoes) {
   EXPECT_EQ(fake_.TakeLog().front(), "EventSynchronize e1");
 }
 
+TEST_F(CudaDeviceTest, WaitsForItsWorkInItsContext) {
+  static cuda::FakeDriver* fake;
+  static int pushed;
+  fake = &fake_;
+  pushed = 0;
+  driver_.EventSynchronize = [](cuda::Event) { return pushed = fake->pushed(), cuda::kSuccess; };
+  ASSERT_TRUE(Make(TwoStreams()).ok());
+  ASSERT_TRUE(Run().ok());
+  executor_ = nullptr;
+  EXPECT_EQ(pushed, 1);
+}
+
 TEST_F(CudaDeviceTest, IsLookedAtWhileItRuns) {
   ASSERT_TRUE(Make(TwoStreams()).ok());
   // The driver takes calls from any thread; what the fake one writes down is this thread's.
