@@ -110,9 +110,14 @@ Program DecodeChecked(const nb::bytes& blob, bool order_overlaps) {
 // What on_miss gets of each call: its device, and the addresses of its inputs and outputs.
 using Missed = std::vector<std::tuple<int, std::vector<uint64_t>, std::vector<uint64_t>>>;
 
+double CheckedTimeout(double seconds) {
+  if (!(seconds > 0)) Raise(InvalidArgument("timeout_s is ", seconds, ", not above 0"));  // a NaN neither
+  return std::min(seconds, kMaxTimeout);
+}
+
 int64_t CreatePlan(nb::object on_miss, size_t capacity, size_t participants, double timeout_s, bool across) {
   if (participants == 0) Raise(InvalidArgument("a plan has at least one participant"));
-  if (!(timeout_s > 0)) Raise(InvalidArgument("timeout_s is ", timeout_s, ", not above 0"));
+  timeout_s = CheckedTimeout(timeout_s);
   Plan::OnMiss callback;
   if (!on_miss.is_none()) {
     callback = [held = Hold(std::move(on_miss))](std::span<const Call> calls) {
@@ -122,8 +127,8 @@ int64_t CreatePlan(nb::object on_miss, size_t capacity, size_t participants, dou
       return CallPython(held, missed);
     };
   }
-  return Registry::Global().Add(std::make_shared<Plan>(std::move(callback), capacity, participants,
-                                                       std::min(timeout_s, kMaxTimeout), across));
+  return Registry::Global().Add(
+      std::make_shared<Plan>(std::move(callback), capacity, participants, timeout_s, across));
 }
 
 void SetPeers(int64_t plan_id, uint64_t own,
@@ -135,7 +140,7 @@ void SetPeers(int64_t plan_id, uint64_t own,
   }
   ValueOrRaise(Registry::Global().Find(plan_id))
       ->SetPeers(std::make_shared<Peers>(reinterpret_cast<Notice*>(own), std::move(processes),
-                                         std::min(timeout_s, kMaxTimeout), Hold(std::move(keep_alive))));
+                                         CheckedTimeout(timeout_s), Hold(std::move(keep_alive))));
 }
 
 void AddHostProgram(int64_t plan_id, int device, const nb::bytes& blob, const nb::list& functions,

@@ -426,8 +426,14 @@ def test_an_exception_on_one_device_is_the_error_of_all():
 def test_a_plan_wants_participants_and_time():
     with pytest.raises(_dispatch.DispatchError, match="at least one participant"):
         _dispatch.create_plan(participants=0)
-    with pytest.raises(_dispatch.DispatchError, match="timeout_s is -1"):
-        _dispatch.create_plan(timeout_s=-1)
+    plan = _dispatch.create_plan()
+    notice = np.zeros(256, np.uint32)
+    for seconds in (-1, 0, float("nan")):
+        with pytest.raises(_dispatch.DispatchError, match=r"timeout_s is .*, not above 0"):
+            _dispatch.create_plan(timeout_s=seconds)
+        with pytest.raises(_dispatch.DispatchError, match=r"timeout_s is .*, not above 0"):
+            _dispatch.set_peers(plan, address(notice), [], seconds, keep_alive=notice)
+    _dispatch.free_plan(plan)
 
 
 def test_freeing_drops_what_was_kept_alive():
