@@ -101,7 +101,9 @@ std::vector<uint64_t> Addresses(std::span<void* const> pointers) {
 std::string_view View(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
 Program DecodeChecked(const nb::bytes& blob, bool order_overlaps) {
-  Program program = ValueOrRaise(Decode(View(blob)));
+  const std::string_view bytes = View(blob);
+  nb::gil_scoped_release nogil;  // a long program takes its time
+  Program program = ValueOrRaise(Decode(bytes));
   if (order_overlaps) ValueOrRaise(OrderOverlaps(program));
   Raise(CheckOverlap(program));
   return program;

@@ -4,6 +4,7 @@
 #include <charconv>
 #include <iterator>
 #include <map>
+#include <optional>
 #include <set>
 #include <tuple>
 #include <utility>
@@ -125,6 +126,99 @@ Status CheckInputsKept(const Program& p) {
   return {};
 }
 
+// Who touched which bytes last. A command has to be ordered against these only: whoever came before them is
+// ordered against them in turn, or has been found not to be.
+class LastAccesses {
+ public:
+  explicit LastAccesses(const Program& p) : program_(p) {}
+
+  // The earlier commands that a command meets, in program order, each once. To be called once per command, in
+  // program order.
+  std::vector<size_t> Meet(size_t command) {
+    std::set<size_t> met;
+    const Command& c = program_.commands[command];
+    for (const Range& r : c.reads) Read(Canonical(program_, r), command, met);
+    for (const Range& r : c.writes) Write(Canonical(program_, r), command, met);
+    met.erase(command);
+    return {met.begin(), met.end()};
+  }
+
+ private:
+  // Bytes that have the same history.
+  struct Stretch {
+    uint64_t end;
+    std::optional<size_t> writer;
+    std::vector<size_t> readers;  // since then, the last of each stream
+  };
+  using Stretches = std::map<uint64_t, Stretch>;  // by where they begin; none overlap
+
+  static void CutAt(Stretches& all, uint64_t at) {
+    const auto after = all.upper_bound(at);
+    if (after == all.begin()) return;
+    auto& [begin, stretch] = *std::prev(after);
+    if (begin == at || stretch.end <= at) return;
+    Stretch rest = stretch;
+    stretch.end = at;
+    all.emplace_hint(after, at, std::move(rest));
+  }
+
+  // The stretches of a space, cut at both ends of a range.
+  Stretches& CutAround(const Range& r) {
+    Stretches& all = spaces_[{r.space, r.index}];
+    CutAt(all, r.offset);
+    CutAt(all, r.offset + r.bytes);
+    return all;
+  }
+
+  void Read(const Range& r, size_t command, std::set<size_t>& met) {
+    if (r.bytes == 0) return;
+    Stretches& all = CutAround(r);
+    const uint64_t end = r.offset + r.bytes;
+    auto it = all.lower_bound(r.offset);
+    for (uint64_t at = r.offset; at < end; at = it->second.end, ++it) {
+      const uint64_t next = it == all.end() ? end : std::min(it->first, end);
+      if (at < next)
+        it = all.emplace_hint(it, at, Stretch{next, std::nullopt, {}});  // touched for the first time
+      if (it->second.writer) met.insert(*it->second.writer);
+      SetLastReader(it->second.readers, command);
+    }
+  }
+
+  void SetLastReader(std::vector<size_t>& readers, size_t command) {
+    const uint32_t stream = program_.commands[command].stream;
+    for (size_t& reader : readers) {
+      if (program_.commands[reader].stream != stream) continue;
+      reader = command;
+      return;
+    }
+    readers.push_back(command);
+  }
+
+  void Write(const Range& r, size_t command, std::set<size_t>& met) {
+    if (r.bytes == 0) return;
+    Stretches& all = CutAround(r);
+    const auto first = all.lower_bound(r.offset), last = all.lower_bound(r.offset + r.bytes);
+    for (auto it = first; it != last; ++it) {
+      if (it->second.writer) met.insert(*it->second.writer);
+      met.insert(it->second.readers.begin(), it->second.readers.end());
+    }
+    all.erase(first, last);
+    all.emplace_hint(last, r.offset, Stretch{r.offset + r.bytes, command, {}});
+  }
+
+  const Program& program_;
+  std::map<std::pair<Space, uint32_t>, Stretches> spaces_;
+};
+
+// The bytes that two commands have in common.
+Range CommonBytes(const Program& p, size_t first, size_t second) {
+  Program both;
+  both.inputs = p.inputs;
+  both.outputs = p.outputs;
+  both.commands = {p.commands[first], p.commands[second]};
+  return FindConflicts(both).at(0).bytes;
+}
+
 // Whether a copy's rows, from and to ranges of one space, are the same bytes or none in common.
 bool IsOrderly(const Command& c, const Range& from, const Range& to) {
   if (from.offset + from.bytes <= to.offset || to.offset + to.bytes <= from.offset) return true;
@@ -204,12 +298,15 @@ std::vector<Conflict> FindConflicts(const Program& p) {
 Status CheckOverlap(const Program& p) {
   DYNAFLOW_RETURN_IF_ERROR(CheckEach(p));
   const Order order(p);
-  for (const Conflict& c : FindConflicts(p)) {
-    if (order.Ordered(c.first, c.second)) continue;
-    return InvalidArgument("program '", p.name, "': ", Describe(p, c.first), " on stream ",
-                           p.commands[c.first].stream, " and ", Describe(p, c.second), " on stream ",
-                           p.commands[c.second].stream, " both touch ", Show(c.bytes),
-                           " and nothing orders them");
+  LastAccesses last(p);
+  for (size_t second = 0; second < p.commands.size(); ++second) {
+    for (size_t first : last.Meet(second)) {
+      if (order.Ordered(first, second)) continue;
+      return InvalidArgument("program '", p.name, "': ", Describe(p, first), " on stream ",
+                             p.commands[first].stream, " and ", Describe(p, second), " on stream ",
+                             p.commands[second].stream, " both touch ", Show(CommonBytes(p, first, second)),
+                             " and nothing orders them");
+    }
   }
   return {};
 }
@@ -219,8 +316,7 @@ Result<size_t> OrderOverlaps(Program& p) {
   // Walk in program order with the clocks of what has been ordered so far. A command that meets a command of
   // another stream which is not yet before it gets a wait; the latest of that stream stands for the earlier
   // ones.
-  const std::vector<Conflict> conflicts = FindConflicts(p);
-  auto next_conflict = conflicts.begin();
+  LastAccesses last(p);
   const size_t n = p.commands.size();
   Clocks clocks(p.streams.size(), p.num_events);
   std::vector<uint32_t> position(n);            // of each command, counted without the commands added here
@@ -230,10 +326,7 @@ Result<size_t> OrderOverlaps(Program& p) {
   size_t added = 0;
   for (size_t i = 0; i < n; ++i) {
     const Command& c = p.commands[i];
-    auto latest_first = std::vector<size_t>();
-    for (; next_conflict != conflicts.end() && next_conflict->second == i; ++next_conflict) {
-      latest_first.push_back(next_conflict->first);
-    }
+    std::vector<size_t> latest_first = last.Meet(i);
     std::reverse(latest_first.begin(), latest_first.end());
     for (size_t first : latest_first) {
       const uint32_t stream = p.commands[first].stream;

@@ -36,7 +36,8 @@ struct Conflict {
   bool operator==(const Conflict&) const = default;
 };
 
-// All conflicts, ordered or not, by `second`; one per pair of commands. Memory that can only be the same is
+// All conflicts, ordered or not, by `second`; one per pair of commands, so they may be as many as there are
+// pairs: the checks below look at the last ones to touch each byte only. Memory that can only be the same is
 // the same: a pinned input is its address, and a donated input is its output.
 std::vector<Conflict> FindConflicts(const Program& program);
 

@@ -3,7 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <chrono>
 #include <random>
+#include <utility>
+#include <vector>
 
 #include "xla_ffi/tests/programs.h"
 
@@ -267,6 +271,70 @@ TEST(OrderOverlaps, LeavesAnOrderedProgramAlone) {
   ASSERT_TRUE(added.ok());
   EXPECT_EQ(*added, 0u);
   EXPECT_EQ(p, FullProgram());
+}
+
+// On random programs that lack one of the events that they need, if any: the verdict is the one that all
+// conflicts together give.
+TEST(CheckOverlap, AgreesWithAllConflicts) {
+  std::mt19937 random(5);
+  auto below = [&](uint32_t n) { return static_cast<uint32_t>(random() % n); };
+  size_t accepted = 0, refused = 0;
+  for (int round = 0; round < 1000; ++round) {
+    ProgramBuilder builder(1 + below(4));
+    const auto streams = static_cast<uint32_t>(builder.program().streams.size());
+    builder.MovingInput(64).PinnedInput(30, 16).MovingInput(64).Output(64, /*donor=*/0).Output(64);
+    const auto place = [&]() -> Range {
+      switch (below(6)) {
+        case 0:
+          return OutputBytes(below(2), below(56), 1 + below(8));
+        case 1:
+          return InputBytes(0, below(56), 1 + below(8));
+        default:
+          return Memory(50 + below(40), below(12));
+      }
+    };
+    for (uint32_t i = 0; i < 16; ++i) {
+      std::vector<Range> reads = {place(), place(), InputBytes(1, below(8), 8), InputBytes(2, 0, 8)};
+      builder.Launch(below(streams), "op", std::move(reads), {place(), place()});
+    }
+    Program p = builder;
+    ASSERT_TRUE(OrderOverlaps(p).ok());
+    const auto is_wait = [](const Command& c) { return c.kind == CommandKind::kWait; };
+    const auto waits = static_cast<uint32_t>(std::count_if(p.commands.begin(), p.commands.end(), is_wait));
+    if (waits && below(2)) {
+      auto it = p.commands.begin();
+      for (uint32_t skip = below(waits); !is_wait(*it) || skip-- > 0;) ++it;
+      p.commands.erase(it);
+    }
+    ASSERT_TRUE(Validate(p).ok()) << Validate(p).message();
+    const Order order(p);
+    const std::vector<Conflict> conflicts = FindConflicts(p);
+    const bool fine = std::all_of(conflicts.begin(), conflicts.end(),
+                                  [&](const Conflict& c) { return order.Ordered(c.first, c.second); });
+    const Status status = CheckOverlap(p);
+    EXPECT_EQ(status.ok(), fine) << status.message();
+    ++(fine ? accepted : refused);
+  }
+  EXPECT_GT(accepted, 100u);
+  EXPECT_GT(refused, 100u);
+}
+
+// The steps of a scan, each of which reads what the one before it wrote, in the same two places.
+TEST(OrderOverlaps, TakesLongProgramsThatUseMemoryAgain) {
+  constexpr uint32_t kSteps = 20000;
+  ProgramBuilder builder(2);
+  const Range carries[] = {Memory(0x1000, 64), Memory(0x2000, 64)}, weights = Memory(0x3000, 64);
+  for (uint32_t i = 0; i < kSteps; ++i) {
+    builder.Launch(i % 2, "step", {carries[i % 2], weights}, {carries[(i + 1) % 2]});
+  }
+  Program p = builder;
+  const auto before = std::chrono::steady_clock::now();
+  auto added = OrderOverlaps(p);
+  ASSERT_TRUE(added.ok());
+  EXPECT_EQ(*added, kSteps - 1);
+  EXPECT_TRUE(CheckOverlap(p).ok());
+  EXPECT_LT(std::chrono::steady_clock::now() - before, std::chrono::seconds(20))
+      << "not the square of its length";
 }
 
 // On random programs: conflicts equal the obvious quadratic search, and ordering them leaves none.
