@@ -18,7 +18,7 @@ bool Executor::Matches(const Call& call) const {
   return true;
 }
 
-Status Executor::CheckCall(const Call& call) const {
+Status Executor::Check(const Call& call) const {
   const auto where = [&] { return StrCat("program '", program_.name, "'"); };
   if (call.inputs.size() != program_.inputs.size()) {
     return InvalidArgument(where(), " takes ", program_.inputs.size(), " inputs, not ", call.inputs.size());
@@ -48,7 +48,7 @@ Status Executor::CheckCall(const Call& call) const {
 }
 
 Status Executor::Run(const Call& call) {
-  DYNAFLOW_RETURN_IF_ERROR(CheckCall(call));
+  DYNAFLOW_RETURN_IF_ERROR(Check(call));
   std::lock_guard lock(running_);
   return device_->Run(program_, call);
 }

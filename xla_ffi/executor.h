@@ -25,6 +25,9 @@ class Executor {
   // Whether every pinned input and output lies where the program expects it.
   bool Matches(const Call& call) const;
 
+  // Why it cannot run a call, if so.
+  Status Check(const Call& call) const;
+
   // Thread-safe: the runs of one program share its private pool, so they follow one another.
   Status Run(const Call& call);
 
@@ -35,8 +38,6 @@ class Executor {
   Status Failure() { return device_->Failure(program_); }
 
  private:
-  Status CheckCall(const Call& call) const;
-
   const Program program_;
   mutable std::mutex running_;
   const std::shared_ptr<void> keep_alive_;  // destroyed after the device, which waits for its work

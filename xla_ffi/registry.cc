@@ -124,8 +124,18 @@ Status Plan::RunAlone(const Call& call) {
   return executor->Run(call);
 }
 
-// The programs for a run that all devices have come to.
+// The programs for a run that all devices have come to. What prevents one of them is found now: once others
+// have launched, it would break the plan.
 Result<ProgramSets::Executors> Plan::Prepare(std::span<const Call> calls) {
+  DYNAFLOW_ASSIGN(ProgramSets::Executors executors, FindOrMake(calls));
+  for (size_t i = 0; i < calls.size(); ++i) {
+    DYNAFLOW_RETURN_IF_ERROR(
+        executors[i]->Check(calls[i]).Within([&] { return StrCat("device ", calls[i].device); }));
+  }
+  return executors;
+}
+
+Result<ProgramSets::Executors> Plan::FindOrMake(std::span<const Call> calls) {
   const auto find = [&] {
     std::lock_guard lock(mutex_);
     auto executors = programs_.FindAll(calls);

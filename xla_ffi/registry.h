@@ -67,6 +67,7 @@ class Plan {
   Status RunOpen(const Call& call);
   Status RunAlone(const Call& call);
   Result<ProgramSets::Executors> Prepare(std::span<const Call> calls);
+  Result<ProgramSets::Executors> FindOrMake(std::span<const Call> calls);
   std::shared_ptr<Executor> Find(const Call& call);
   Status Miss(std::span<const Call> calls);
 

@@ -368,11 +368,11 @@ struct AsyncDevice final : Device {
 
 // A plan of two such devices.
 struct AsyncPair {
-  AsyncPair() {
+  explicit AsyncPair(const Program& program = ProgramBuilder(0)) {
     for (int d = 0; d < 2; ++d) {
       auto device = std::make_unique<AsyncDevice>();
       devices[d] = device.get();
-      plan.Add(d, std::make_shared<Executor>(ProgramBuilder(0), std::move(device)));
+      plan.Add(d, std::make_shared<Executor>(program, std::move(device)));
     }
   }
 
@@ -447,6 +447,30 @@ TEST(Rendezvous, ARunThatNobodyCanWatchFails) {
   EXPECT_THAT(errors, Each(StartsWith("cannot start the thread")));
   EXPECT_EQ(pair.plan.stats().broken, errors[0]);
   for (AsyncDevice* device : pair.devices) device->waits = false;  // as each has set the other's flag
+}
+
+TEST(Rendezvous, ACallThatNoProgramCanRunLaunchesNothing) {
+  AsyncPair pair(ProgramBuilder(0).MovingInput(4).Output(4, /*donor=*/0));
+  int here = 0, elsewhere = 0;
+  const auto run = [&](int* of_device_1) {
+    void *donor[] = {&here}, *output[] = {of_device_1};
+    std::array<std::string, 2> errors;
+    std::thread other(
+        [&] { errors[0] = pair.plan.Run({.device = 0, .inputs = donor, .outputs = donor}).message(); });
+    errors[1] = pair.plan.Run({.device = 1, .inputs = donor, .outputs = output}).message();
+    other.join();
+    return errors;
+  };
+  EXPECT_THAT(run(&here), Each(IsEmpty()));
+  EXPECT_THAT(run(&elsewhere), Each("device 1: program 'test': output 0 does not lie in its donor, input 0"));
+  EXPECT_EQ(pair.plan.stats().broken, "");
+  for (AsyncDevice* device : pair.devices) {
+    EXPECT_TRUE(device->waits) << "the run before is still under way";
+    EXPECT_EQ(device->releases, 0);
+    device->waits = false;
+  }
+  EXPECT_THAT(run(&here), Each(IsEmpty()));
+  for (AsyncDevice* device : pair.devices) device->waits = false;
 }
 
 TEST(Rendezvous, ADeviceThatThrowsReleasesItsPeers) {
