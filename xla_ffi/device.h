@@ -62,7 +62,8 @@ class Device {
   virtual ~Device() = default;
 
   // Runs the program once, after everything the device already runs of it. Called by one thread at a time.
-  // A CUDA device returns as soon as all is enqueued; the host device returns when all is done.
+  // A CUDA device returns as soon as all is enqueued, unless it was made to wait for each command; the host
+  // device returns when all is done.
   virtual Status Run(const Program& program, const Call& call) = 0;
 
   // When the commands of the last run ran, once it is over; of those that do something, in the program's

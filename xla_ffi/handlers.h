@@ -27,8 +27,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(DynaflowFindHost);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(DynaflowDispatchCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(DynaflowDispatchHost);
 
-// dynaflow_capture_begin(*inputs, id=id) and dynaflow_capture_end(*outputs, id=id), each -> a token of any
-// type: between the two, what the module launches becomes capture `id`.
+// dynaflow_capture_begin(*inputs) and dynaflow_capture_end(*outputs), each -> a token of any type: between
+// the two, what the module launches becomes the capture that expect_capture has announced.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(DynaflowCaptureBegin);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(DynaflowCaptureEnd);
 

@@ -7,7 +7,8 @@
 namespace dynaflow {
 
 // Does what a sum says, with the same bits as the kernel for GPUs, but for those of a NaN of float32 and of
-// norms, whose squares are added up in another order there.
+// norms: there squares are added up in another order, their sum is multiplied with one over the width, and
+// the root is an approximation.
 void HostSum(const Command& sum, const Call& call);
 
 }  // namespace dynaflow

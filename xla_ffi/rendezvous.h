@@ -27,8 +27,9 @@ namespace dynaflow {
 class Rendezvous {
  public:
   using Executors = std::vector<std::shared_ptr<Executor>>;
-  // Is to find or make the program for each of these calls, which is all that a run has. Called by one thread
-  // at a time in the whole process, and without a lock: others may stand in Run meanwhile.
+  // Is to find or make the program for each of these calls, which is all that a run has. Called without a
+  // lock, others may stand in Run meanwhile, but by one thread at a time: of the whole process, or of this
+  // plan where it takes its turn by itself (see `across`).
   using Prepare = std::function<Result<Executors>(std::span<const Call>)>;
 
   // `participants`: of this process. `timeout`: how long, in seconds, those who came wait for those who did
