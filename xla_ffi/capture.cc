@@ -4,15 +4,12 @@
 #include <utility>
 
 namespace dynaflow {
-namespace {
 
 std::vector<uint64_t> Addresses(std::span<void* const> pointers) {
   std::vector<uint64_t> addresses;
   for (void* p : pointers) addresses.push_back(reinterpret_cast<uint64_t>(p));
   return addresses;
 }
-
-}  // namespace
 
 Captures& Captures::Global() {
   static Captures& captures = *new Captures;  // never destroyed, like Registry::Global

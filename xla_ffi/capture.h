@@ -18,6 +18,9 @@
 
 namespace dynaflow {
 
+// Pointers as the numbers that Python knows them by.
+std::vector<uint64_t> Addresses(std::span<void* const> pointers);
+
 struct Capture {
   cuda::OwnedGraph graph;
   std::vector<uint64_t> inputs;   // addresses, as passed to the opening call

@@ -15,12 +15,6 @@ using cuda::OwnedEvent;
 
 constexpr int kFirst = -1000;  // a priority; the driver takes the highest that there is
 
-Result<OwnedEvent> MakeEvent(const cuda::Driver& driver) {
-  cuda::Event event = nullptr;
-  DYNAFLOW_CUDA(driver, EventCreate, &event, cuda::kEventDisableTiming);
-  return OwnedEvent(event, {&driver});
-}
-
 // Which function for a command the driver lacks; empty if none.
 std::string Missing(const cuda::Driver& driver, const Command& c) {
   const auto missing = [](const char* function, const char* version) {
@@ -55,20 +49,20 @@ std::string Suspects(const Program& program) {
 // partitions that were captured one after the other may have the same ones. Within a program, whoever
 // captures them sees to it that those which run at once have pools of their own; different programs take
 // turns, by this.
-struct CudaDevice::Turn {
+struct CudaDevice::DeviceTurn {
   std::mutex mutex;  // held while a run is enqueued, so that no other forks before it has joined
   std::shared_ptr<OwnedEvent> done;  // the end of the last run, of whichever program
   cuda::Stream stream = nullptr;     // that it is recorded on
 };
 
 // One for all programs of a device, for as long as there are any.
-std::shared_ptr<CudaDevice::Turn> CudaDevice::TurnOf(const cuda::Driver& driver, int ordinal) {
+std::shared_ptr<CudaDevice::DeviceTurn> CudaDevice::TurnOf(const cuda::Driver& driver, int ordinal) {
   static std::mutex mutex;
-  static auto& turns = *new std::map<std::pair<const cuda::Driver*, int>, std::weak_ptr<Turn>>;
+  static auto& turns = *new std::map<std::pair<const cuda::Driver*, int>, std::weak_ptr<DeviceTurn>>;
   std::lock_guard lock(mutex);
-  std::weak_ptr<Turn>& entry = turns[{&driver, ordinal}];
-  std::shared_ptr<Turn> turn = entry.lock();
-  if (!turn) entry = turn = std::make_shared<Turn>();
+  std::weak_ptr<DeviceTurn>& entry = turns[{&driver, ordinal}];
+  std::shared_ptr<DeviceTurn> turn = entry.lock();
+  if (!turn) entry = turn = std::make_shared<DeviceTurn>();
   return turn;
 }
 
@@ -120,8 +114,8 @@ Status CudaDevice::Prepare(const std::vector<int>& ordinals, const Program& prog
   DYNAFLOW_RETURN_IF_ERROR(scope.status());
   DYNAFLOW_RETURN_IF_ERROR(CreateStreams(program));
   DYNAFLOW_RETURN_IF_ERROR(ConnectPeers(program));
-  DYNAFLOW_ASSIGN(fork_, MakeEvent(driver_));
-  DYNAFLOW_ASSIGN(OwnedEvent done, MakeEvent(driver_));
+  DYNAFLOW_ASSIGN(fork_, cuda::MakeEvent(driver_, cuda::kEventDisableTiming));
+  DYNAFLOW_ASSIGN(OwnedEvent done, cuda::MakeEvent(driver_, cuda::kEventDisableTiming));
   done_ = std::make_shared<OwnedEvent>(std::move(done));
   turn_ = TurnOf(driver_, ordinals[0]);
   if (options_.timed) {
@@ -164,19 +158,19 @@ Status CudaDevice::CreateStreams(const Program& program) {
 }
 
 Status CudaDevice::ConnectPeers(const Program& program) {
-  std::vector<bool> copied_to(program.num_devices), signalled(program.num_devices);
+  std::vector<bool> connected(program.num_devices), signalled(program.num_devices);
   if (std::any_of(program.commands.begin(), program.commands.end(), IsSum)) {
     // It does not say whose memory it reads, and may read this device's only.
     for (uint32_t device = 0; device < program.num_devices; ++device) {
       DYNAFLOW_RETURN_IF_ERROR(ConnectPeer(device, /*must_reach=*/false));
     }
-    copied_to.assign(copied_to.size(), true);
+    connected.assign(connected.size(), true);
   }
   for (size_t i = 0; i < program.commands.size(); ++i) {
     const Command& c = program.commands[i];
-    if (c.kind == CommandKind::kCopy && c.target != 0 && !copied_to[c.target]) {
+    if (c.kind == CommandKind::kCopy && c.target != 0 && !connected[c.target]) {
       DYNAFLOW_RETURN_IF_ERROR(ConnectPeer(c.target, /*must_reach=*/false));
-      copied_to[c.target] = true;
+      connected[c.target] = true;
     }
     if (c.kind == CommandKind::kSignal && !signalled[c.target]) {
       DYNAFLOW_RETURN_IF_ERROR(
@@ -242,11 +236,11 @@ Status CudaDevice::InstantiatePartitions(const Program& program) {
   joins_.clear();
   execs_.clear();
   for (uint32_t i = 0; i < program.num_events; ++i) {
-    DYNAFLOW_ASSIGN(OwnedEvent event, MakeEvent(driver_));
+    DYNAFLOW_ASSIGN(OwnedEvent event, cuda::MakeEvent(driver_, cuda::kEventDisableTiming));
     events_.push_back(std::move(event));
   }
   for (size_t i = 0; i < streams_.size(); ++i) {
-    DYNAFLOW_ASSIGN(OwnedEvent event, MakeEvent(driver_));
+    DYNAFLOW_ASSIGN(OwnedEvent event, cuda::MakeEvent(driver_, cuda::kEventDisableTiming));
     joins_.push_back(std::move(event));
   }
   execs_.resize(program.commands.size());

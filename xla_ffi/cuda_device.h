@@ -46,10 +46,10 @@ class CudaDevice final : public Device {
   Status Failure(const Program& program) override;
 
  private:
-  struct Turn;
+  struct DeviceTurn;
 
   CudaDevice(const cuda::Driver& driver, const CudaOptions& options) : driver_(driver), options_(options) {}
-  static std::shared_ptr<Turn> TurnOf(const cuda::Driver& driver, int ordinal);
+  static std::shared_ptr<DeviceTurn> TurnOf(const cuda::Driver& driver, int ordinal);
 
   Status Prepare(const std::vector<int>& ordinals, const Program& program);
   Status CreateStreams(const Program& program);
@@ -68,7 +68,7 @@ class CudaDevice final : public Device {
   const CudaOptions options_;
   std::vector<cuda::PrimaryContext> contexts_;  // of each of the program's devices; none if it is elsewhere
   std::vector<std::shared_ptr<const Capture>> captures_;
-  std::shared_ptr<Turn> turn_;
+  std::shared_ptr<DeviceTurn> turn_;
 
   // Made in this order, destroyed in the opposite one.
   std::vector<cuda::OwnedGreenContext> green_contexts_;

@@ -39,6 +39,12 @@ Status Driver::Check(int result, const char* call) const {
                   text ? text : "", ")");
 }
 
+Result<OwnedEvent> MakeEvent(const Driver& driver, unsigned flags) {
+  Event event = nullptr;
+  DYNAFLOW_CUDA(driver, EventCreate, &event, flags);
+  return OwnedEvent(event, {&driver});
+}
+
 Result<PrimaryContext> PrimaryContext::Retain(const Driver& driver, int ordinal) {
   PrimaryContext primary;
   DYNAFLOW_CUDA(driver, DeviceGet, &primary.device_, ordinal);

@@ -318,6 +318,9 @@ using OwnedGreenContext = std::unique_ptr<CUgreenCtx_st, Destroy<&Driver::GreenC
 using OwnedModule = std::unique_ptr<CUmod_st, Destroy<&Driver::ModuleUnload>>;
 using OwnedStream = std::unique_ptr<CUstream_st, Destroy<&Driver::StreamDestroy>>;
 
+// An event of the current context.
+Result<OwnedEvent> MakeEvent(const Driver& driver, unsigned flags);
+
 // A device's primary context, the one that JAX uses, kept alive.
 class PrimaryContext {
  public:

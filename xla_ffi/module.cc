@@ -92,11 +92,6 @@ std::vector<void*> Pointers(const std::vector<uint64_t>& addresses) {
   for (uint64_t a : addresses) pointers.push_back(reinterpret_cast<void*>(a));
   return pointers;
 }
-std::vector<uint64_t> Addresses(std::span<void* const> pointers) {
-  std::vector<uint64_t> addresses;
-  for (void* p : pointers) addresses.push_back(reinterpret_cast<uint64_t>(p));
-  return addresses;
-}
 
 std::string_view View(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
@@ -224,7 +219,7 @@ const char* NameOf(CommandKind kind) {
 }
 
 // What a command moves: all that it may read and write, what a copy copies, nothing for a flag.
-uint64_t BytesOf(const Command& c) {
+uint64_t BytesMoved(const Command& c) {
   if (c.kind == CommandKind::kCopy) return c.writes[0].bytes ? c.rows.count * RowBytes(c) : 0;
   uint64_t bytes = 0;
   if (Computes(c)) {
@@ -254,7 +249,7 @@ nb::list RunTimes(int64_t plan_id, int device) {
     entry["kind"] = NameOf(c.kind);
     entry["stream"] = c.stream;
     entry["device"] = Computes(c) ? 0 : c.target;
-    entry["bytes"] = BytesOf(c);
+    entry["bytes"] = BytesMoved(c);
     entry["begin_us"] = t.begin_us;
     entry["end_us"] = t.end_us;
     shown.append(entry);

@@ -12,18 +12,18 @@ constexpr std::chrono::milliseconds kWatchInterval(500);
 
 }  // namespace
 
-Rendezvous::Turn& Rendezvous::Turn::Global() {
-  static Turn& turn = *new Turn;  // never destroyed, like Registry::Global
+Rendezvous::LaunchTurn& Rendezvous::LaunchTurn::Global() {
+  static LaunchTurn& turn = *new LaunchTurn;  // never destroyed, like Registry::Global
   return turn;
 }
 
-void Rendezvous::Turn::Take() {
+void Rendezvous::LaunchTurn::Take() {
   std::unique_lock lock(mutex_);
   free_again_.wait(lock, [&] { return !taken_; });
   taken_ = true;
 }
 
-void Rendezvous::Turn::Give() {
+void Rendezvous::LaunchTurn::Give() {
   {
     std::lock_guard lock(mutex_);
     taken_ = false;
@@ -126,8 +126,8 @@ Status Rendezvous::Run(Call call, const Prepare& prepare) {
 }
 
 // On CUDA, runs have to be enqueued in one order on all devices, whatever they belong to.
-Rendezvous::Turn& Rendezvous::TurnOf(const Meeting& meeting) {
-  return across_ && meeting.calls[0].stream == nullptr ? own_turn_ : Turn::Global();
+Rendezvous::LaunchTurn& Rendezvous::TurnOf(const Meeting& meeting) {
+  return across_ && meeting.calls[0].stream == nullptr ? own_turn_ : LaunchTurn::Global();
 }
 
 // Takes the run's turn and lets its participants launch; or ends the meeting with what prevents that.

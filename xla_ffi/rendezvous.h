@@ -56,9 +56,9 @@ class Rendezvous {
  private:
   // Held by the one run that is being launched. The thread that gives it back need not be the one that took
   // it, which a mutex would insist on.
-  class Turn {
+  class LaunchTurn {
    public:
-    static Turn& Global();
+    static LaunchTurn& Global();
     void Take();
     void Give();
 
@@ -72,7 +72,7 @@ class Rendezvous {
 
   void Break(const Status& why);
   void TurnAway(const Status& why);
-  Turn& TurnOf(const Meeting& meeting);
+  LaunchTurn& TurnOf(const Meeting& meeting);
   void Open(Meeting& meeting, const Prepare& prepare);
   Status Ready(Meeting& meeting, const Prepare& prepare);
   void Launch(Meeting& meeting, size_t index);
@@ -82,7 +82,7 @@ class Rendezvous {
   const size_t participants_;
   const double timeout_;
   const bool across_;
-  Turn own_turn_;
+  LaunchTurn own_turn_;
 
   mutable std::mutex mutex_;                               // for what follows, and for all meetings
   std::map<int64_t, std::shared_ptr<Meeting>> gathering_;  // by run

@@ -1,27 +1,18 @@
 #include "xla_ffi/stopwatch.h"
 
 namespace dynaflow::cuda {
-namespace {
-
-Result<OwnedEvent> MakeEvent(const Driver& driver) {
-  Event event = nullptr;
-  DYNAFLOW_CUDA(driver, EventCreate, &event, kEventDefault);
-  return OwnedEvent(event, {&driver});
-}
-
-}  // namespace
 
 Result<Stopwatch> Stopwatch::Create(const Driver& driver, const Program& program) {
   Stopwatch result(driver);
-  DYNAFLOW_ASSIGN(result.start_, MakeEvent(driver));
+  DYNAFLOW_ASSIGN(result.start_, MakeEvent(driver, kEventDefault));
   const size_t count = program.commands.size();
   result.before_.resize(count);
   result.after_.resize(count);
   result.spans_.resize(count);
   for (size_t i = 0; i < count; ++i) {
     if (!Times(program.commands[i])) continue;
-    DYNAFLOW_ASSIGN(result.before_[i], MakeEvent(driver));
-    DYNAFLOW_ASSIGN(result.after_[i], MakeEvent(driver));
+    DYNAFLOW_ASSIGN(result.before_[i], MakeEvent(driver, kEventDefault));
+    DYNAFLOW_ASSIGN(result.after_[i], MakeEvent(driver, kEventDefault));
   }
   return result;
 }
