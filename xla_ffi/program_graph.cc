@@ -56,154 +56,222 @@ Memcpy3D CopyOf(const Command& c, DevicePtr dst, DevicePtr src) {
   return copy;
 }
 
-Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context,
-                                         std::shared_ptr<const ExchangeKernels> kernels,
-                                         const Program& program, const std::vector<Graph>& partitions,
-                                         const Call& call, Stopwatch* stopwatch) {
-  ProgramGraph result;
-  result.driver_ = &driver;
-  result.context_ = context;
-  result.kernels_ = std::move(kernels);
-  Graph raw = nullptr;
-  DYNAFLOW_CUDA(driver, GraphCreate, &raw, 0);
-  result.graph_ = OwnedGraph(raw, {&driver});
+// Puts a graph together, command by command. Nodes take the place of the moments in time that streams and
+// events are about.
+class ProgramGraph::Builder {
+ public:
+  Builder(const Driver& driver, Context context, std::shared_ptr<const ExchangeKernels> kernels,
+          const Program& program, const std::vector<Graph>& partitions, const Call& call,
+          Stopwatch* stopwatch)
+      : driver_(driver),
+        program_(program),
+        partitions_(partitions),
+        call_(call),
+        stopwatch_(stopwatch),
+        order_(program),
+        by_kernel_(kernels ? FlagsAlone(program, order_) : std::vector<bool>(program.commands.size())),
+        tails_(program.streams.size()),
+        events_(program.num_events),
+        moments_(program.streams.size()) {
+    result_.driver_ = &driver;
+    result_.context_ = context;
+    result_.kernels_ = std::move(kernels);
+  }
 
-  std::vector<bool> by_kernel(program.commands.size());  // flags that are, rather than by the driver
-  const Order order(program);
-  if (result.kernels_) by_kernel = FlagsAlone(program, order);
+  Result<ProgramGraph> Build() {
+    DYNAFLOW_RETURN_IF_ERROR(Begin());
+    for (size_t i = 0; i < program_.commands.size();) {
+      size_t next = i + 1;
+      DYNAFLOW_RETURN_IF_ERROR(Add(i, next).Within([&] { return Describe(program_, i); }));
+      i = next;
+    }
+    GraphExec exec = nullptr;
+    DYNAFLOW_CUDA(driver_, GraphInstantiate, &exec, graph_, 0);
+    result_.exec_ = OwnedGraphExec(exec, {&driver_});
+    return std::move(result_);
+  }
 
-  // What the next node of each stream has to follow, and what each event stands for: nodes take the place of
-  // the moments in time that streams and events are about.
+ private:
   using Nodes = std::vector<GraphNode>;
-  std::vector<Nodes> tails(program.streams.size()), events(program.num_events);
+  static constexpr GraphNode kNoNode = nullptr;
+
+  Status Begin() {
+    DYNAFLOW_CUDA(driver_, GraphCreate, &graph_, 0);
+    result_.graph_ = OwnedGraph(graph_, {&driver_});
+    if (!stopwatch_) return {};
+    Nodes start;
+    DYNAFLOW_RETURN_IF_ERROR(Record(stopwatch_->start(), start));
+    tails_.assign(tails_.size(), start);
+    moments_.assign(moments_.size(), stopwatch_->start());
+    return {};
+  }
+
+  // Adds command `i`, with those behind it that become one node with it. `next`: the first one that does not.
+  Status Add(size_t i, size_t& next) {
+    const Command& c = program_.commands[i];
+    Nodes& tail = tails_[c.stream];
+    if (stopwatch_ && Stopwatch::Times(c) && !moments_[c.stream]) {
+      DYNAFLOW_RETURN_IF_ERROR(Record(stopwatch_->before(i), tail));
+      moments_[c.stream] = stopwatch_->before(i);
+    }
+    DYNAFLOW_ASSIGN(const GraphNode node, AddNode(i, next));
+    if (!node) return {};
+    tail = {node};
+    last_[node] = next - 1;
+    return stopwatch_ ? RecordEnd(i, next) : Status();
+  }
+
+  // The node of a command; none for one that does nothing, or is about the order of others only.
+  Result<GraphNode> AddNode(size_t i, size_t& next) {
+    const Command& c = program_.commands[i];
+    switch (c.kind) {
+      case CommandKind::kLaunch:
+        return AddLaunch(i);
+      case CommandKind::kCopy:
+        return AddCopy(i);
+      case CommandKind::kRecord:
+        events_[c.target] = tails_[c.stream];
+        return kNoNode;
+      case CommandKind::kWait:
+        Wait(c);
+        return kNoNode;
+      case CommandKind::kSignal:
+      case CommandKind::kAwait:
+        return by_kernel_[i] ? AddFlagsByKernel(i, next) : AddFlags(i, next);
+      case CommandKind::kSum:
+        return result_.kernels_->AddSum(graph_, tails_[c.stream], {}, c, PriorityOf(c));
+    }
+    return kNoNode;
+  }
+
+  Result<GraphNode> AddLaunch(size_t i) {
+    const Nodes& after = tails_[program_.commands[i].stream];
+    GraphNode node = nullptr;
+    DYNAFLOW_CUDA(driver_, AddChildNode, &node, graph_, after.data(), after.size(), partitions_[i]);
+    return node;
+  }
+
+  Result<GraphNode> AddCopy(size_t i) {
+    const Command& c = program_.commands[i];
+    const Range &from = c.reads[0], &to = c.writes[0];
+    if (to.bytes == 0) return kNoNode;
+    const bool moves = from.space != Space::kMemory || to.space != Space::kMemory;
+    if (moves && c.rows.count > 1)
+      return Unimplemented("the driver gives no new addresses to a copy of several rows");
+    const Nodes& after = tails_[c.stream];
+    const DevicePtr dst = ToDevice(Resolve(to, call_)), src = ToDevice(Resolve(from, call_));
+    const Memcpy3D copy = CopyOf(c, dst, src);
+    GraphNode node = nullptr;
+    DYNAFLOW_CUDA(driver_, AddMemcpyNode, &node, graph_, after.data(), after.size(), &copy, result_.context_);
+    if (moves) result_.moving_.push_back({i, node, dst, src});
+    return node;
+  }
+
+  void Wait(const Command& c) {
+    Nodes& tail = tails_[c.stream];
+    Nodes all = tail;
+    for (GraphNode done : events_[c.target]) {
+      if (std::find(tail.begin(), tail.end(), done) == tail.end()) all.push_back(done);
+    }
+    all = Latest(all);
+    if (all == tail) return;
+    tail = std::move(all);
+    moments_[c.stream] = nullptr;
+  }
 
   // An edge that others imply is not free: where a node follows two others, the driver takes them for
   // branches, and a chain that changes streams would take 5 us longer for each change (on an H200).
-  std::unordered_map<GraphNode, size_t> last;  // the last command of each node
-  const auto latest = [&](const Nodes& all) {
+  Nodes Latest(const Nodes& all) const {
     Nodes found;
     for (GraphNode node : all) {
       const bool implied = std::any_of(all.begin(), all.end(), [&](GraphNode other) {
-        return last.contains(node) && last.contains(other) && order.Before(last.at(node), last.at(other));
+        return last_.contains(node) && last_.contains(other) &&
+               order_.Before(last_.at(node), last_.at(other));
       });
       if (!implied) found.push_back(node);
     }
     return found;
-  };
+  }
 
-  // Of a stream whose next node has to follow just one moment that is recorded: that moment's event.
-  std::vector<Event> moments(program.streams.size());
-  const auto record = [&](Event event, Nodes& after) -> Status {
+  // Each node costs time of its own, so neighbours become one.
+  bool IsNeighbour(size_t i, size_t k) const {
+    const auto& commands = program_.commands;
+    return k < commands.size() && IsFlag(commands[k]) && commands[k].stream == commands[i].stream &&
+           by_kernel_[k] == by_kernel_[i];
+  }
+
+  // The flags from here on by a kernel: by that of the sum behind them, as far as it can do them.
+  Result<GraphNode> AddFlagsByKernel(size_t i, size_t& next) {
+    const auto& commands = program_.commands;
+    const Nodes& after = tails_[commands[i].stream];
+    while (IsNeighbour(i, next)) ++next;
+    const std::span flags(&commands[i], next - i);
+    const bool summed =
+        next < commands.size() && commands[next].stream == commands[i].stream && IsSum(commands[next]);
+    const size_t with_sum = summed ? ExchangeKernels::FlagsAhead(flags) : 0;
+    const size_t in_own_node = std::min(flags.size() - with_sum, kMaxFlags);
+    if (in_own_node) {
+      next = i + in_own_node;
+      return result_.kernels_->AddFlags(graph_, after, flags.first(in_own_node));
+    }
+    const Command& sum = commands[next++];
+    return result_.kernels_->AddSum(graph_, after, flags, sum, PriorityOf(sum));
+  }
+
+  // The flags from here on by the driver's operations.
+  Result<GraphNode> AddFlags(size_t i, size_t& next) {
+    const Nodes& after = tails_[program_.commands[i].stream];
+    std::vector<MemOp> ops;
+    AppendMemOps(program_.commands[i], ops);
+    while (IsNeighbour(i, next) && ops.size() + 2 <= kMaxMemOps) AppendMemOps(program_.commands[next++], ops);
+    const MemOpNodeParams params{result_.context_, static_cast<unsigned>(ops.size()), ops.data(), 0};
     GraphNode node = nullptr;
-    DYNAFLOW_CUDA(driver, AddEventRecordNode, &node, raw, after.data(), after.size(), event);
+    DYNAFLOW_CUDA(driver_, AddMemOpNode, &node, graph_, after.data(), after.size(), &params);
+    return node;
+  }
+
+  Status Record(Event event, Nodes& after) {
+    GraphNode node = nullptr;
+    DYNAFLOW_CUDA(driver_, AddEventRecordNode, &node, graph_, after.data(), after.size(), event);
     after = {node};
     return {};
-  };
-  if (stopwatch) {
-    Nodes start;
-    DYNAFLOW_RETURN_IF_ERROR(record(stopwatch->start(), start));
-    tails.assign(tails.size(), start);
-    moments.assign(moments.size(), stopwatch->start());
   }
-  size_t next = 0;
-  for (size_t i = 0; i < program.commands.size(); i = next) {
-    next = i + 1;
-    const Command& c = program.commands[i];
-    const int priority = program.streams[c.stream].priority;
-    Nodes& tail = tails[c.stream];
-    GraphNode node = nullptr;
-    Status added;
-    if (stopwatch && Stopwatch::Times(c) && !moments[c.stream]) {
-      DYNAFLOW_RETURN_IF_ERROR(
-          record(stopwatch->before(i), tail).Within([&] { return Describe(program, i); }));
-      moments[c.stream] = stopwatch->before(i);
-    }
-    switch (c.kind) {
-      case CommandKind::kLaunch:
-        added = driver.Check(driver.AddChildNode(&node, raw, tail.data(), tail.size(), partitions[i]),
-                             "AddChildNode");
-        break;
-      case CommandKind::kCopy: {
-        const Range &from = c.reads[0], &to = c.writes[0];
-        if (to.bytes == 0) break;
-        const bool moves = from.space != Space::kMemory || to.space != Space::kMemory;
-        if (moves && c.rows.count > 1) {
-          added = Unimplemented("the driver gives no new addresses to a copy of several rows");
-          break;
-        }
-        const DevicePtr dst = ToDevice(Resolve(to, call)), src = ToDevice(Resolve(from, call));
-        const Memcpy3D copy = CopyOf(c, dst, src);
-        added = driver.Check(driver.AddMemcpyNode(&node, raw, tail.data(), tail.size(), &copy, context),
-                             "AddMemcpyNode");
-        if (moves) result.moving_.push_back({i, node, dst, src});
-        break;
-      }
-      case CommandKind::kRecord:
-        events[c.target] = tail;
-        break;
-      case CommandKind::kWait: {
-        Nodes all = tail;
-        for (GraphNode done : events[c.target]) {
-          if (std::find(tail.begin(), tail.end(), done) == tail.end()) all.push_back(done);
-        }
-        all = latest(all);
-        if (all == tail) break;
-        tail = std::move(all);
-        moments[c.stream] = nullptr;
-        break;
-      }
-      case CommandKind::kSignal:
-      case CommandKind::kAwait: {
-        // Each node costs time of its own, so neighbours become one.
-        const auto is_neighbour = [&](size_t k) {
-          return k < program.commands.size() && IsFlag(program.commands[k]) &&
-                 program.commands[k].stream == c.stream && by_kernel[k] == by_kernel[i];
-        };
-        if (by_kernel[i]) {
-          while (is_neighbour(next)) ++next;
-          const std::span flags(&program.commands[i], next - i);
-          const bool summed = next < program.commands.size() && program.commands[next].stream == c.stream &&
-                              IsSum(program.commands[next]);
-          const size_t with_sum = summed ? ExchangeKernels::FlagsAhead(flags) : 0;
-          const size_t alone = std::min(flags.size() - with_sum, kMaxFlags);
-          next = alone ? i + alone : next + 1;
-          auto made = alone ? result.kernels_->AddFlags(raw, tail, flags.first(alone))
-                            : result.kernels_->AddSum(raw, tail, flags, program.commands[next - 1], priority);
-          added = made.status();
-          if (added.ok()) node = *made;
-          break;
-        }
-        std::vector<MemOp> ops;
-        AppendMemOps(c, ops);
-        while (is_neighbour(next) && ops.size() + 2 <= kMaxMemOps)
-          AppendMemOps(program.commands[next++], ops);
-        const MemOpNodeParams params{context, static_cast<unsigned>(ops.size()), ops.data(), 0};
-        added =
-            driver.Check(driver.AddMemOpNode(&node, raw, tail.data(), tail.size(), &params), "AddMemOpNode");
-        break;
-      }
-      case CommandKind::kSum: {
-        auto made = result.kernels_->AddSum(raw, tail, {}, c, priority);
-        added = made.status();
-        if (added.ok()) node = *made;
-        break;
-      }
-    }
-    DYNAFLOW_RETURN_IF_ERROR(added.Within([&] { return Describe(program, i); }));
-    if (!node) continue;
-    tail = {node};
-    last[node] = next - 1;
-    if (!stopwatch) continue;
-    const Event end = stopwatch->after(next - 1);
-    DYNAFLOW_RETURN_IF_ERROR(record(end, tail).Within([&] { return Describe(program, i); }));
-    last[tail[0]] = next - 1;
-    for (size_t k = i; k < next; ++k) stopwatch->Set(k, moments[c.stream], end);
-    moments[c.stream] = end;
+
+  // Records the end of the node that is commands `i` to `next`, which share its time.
+  Status RecordEnd(size_t i, size_t next) {
+    const uint32_t stream = program_.commands[i].stream;
+    const Event end = stopwatch_->after(next - 1);
+    DYNAFLOW_RETURN_IF_ERROR(Record(end, tails_[stream]));
+    last_[tails_[stream][0]] = next - 1;
+    for (size_t k = i; k < next; ++k) stopwatch_->Set(k, moments_[stream], end);
+    moments_[stream] = end;
+    return {};
   }
-  GraphExec exec = nullptr;
-  DYNAFLOW_CUDA(driver, GraphInstantiate, &exec, raw, 0);
-  result.exec_ = OwnedGraphExec(exec, {&driver});
-  return result;
+
+  int PriorityOf(const Command& c) const { return program_.streams[c.stream].priority; }
+
+  const Driver& driver_;
+  const Program& program_;
+  const std::vector<Graph>& partitions_;
+  const Call& call_;
+  Stopwatch* const stopwatch_;
+  const Order order_;
+  const std::vector<bool> by_kernel_;  // flags that are, rather than by the driver
+
+  ProgramGraph result_;
+  Graph graph_ = nullptr;                       // its
+  std::vector<Nodes> tails_;                    // what the next node of each stream has to follow
+  std::vector<Nodes> events_;                   // what each event stands for
+  std::unordered_map<GraphNode, size_t> last_;  // the last command of each node
+  // Of a stream whose next node has to follow just one moment that is recorded: that moment's event.
+  std::vector<Event> moments_;
+};
+
+Result<ProgramGraph> ProgramGraph::Build(const Driver& driver, Context context,
+                                         std::shared_ptr<const ExchangeKernels> kernels,
+                                         const Program& program, const std::vector<Graph>& partitions,
+                                         const Call& call, Stopwatch* stopwatch) {
+  return Builder(driver, context, std::move(kernels), program, partitions, call, stopwatch).Build();
 }
 
 Status ProgramGraph::Launch(const Program& program, const Call& call, Stream stream) {

@@ -28,6 +28,8 @@ class ProgramGraph {
   Status Launch(const Program& program, const Call& call, Stream stream);
 
  private:
+  class Builder;
+
   // A copy of a moving input, or to an output: the one kind of node that changes between calls.
   struct MovingCopy {
     size_t command;
