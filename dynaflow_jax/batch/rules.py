@@ -306,8 +306,8 @@ def maximum(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
 @rule("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "sign", positions=True)
 def compare(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Comparisons: a positive scale common to both sides drops out."""
-    if type(states[0]) is RowIndex and part.primitive.name == "lt" and is_zero(states[1]):
-        return Rows(states[0].axis, uniform=True, zero=True)  # no position is negative
+    if type(states[0]) is RowIndex and part.primitive.name == "lt" and is_zero(states[1]) and not states[0].shifted:
+        return Rows(states[0].axis, uniform=True, zero=True)  # no position is negative, until something is added
     if any(type(state) is RowIndex for state in states):
         raise Mixing("compares the position of a row in the batch")
     state = homogeneous(states, "compares")

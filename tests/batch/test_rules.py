@@ -171,6 +171,8 @@ MIXING = {
     "differences": (lambda x: x[:, None] - x[None], [X], [0], "each row of the batch with every other"),
     "contract with index": (lambda x: x.sum(1) @ jnp.arange(x.shape[0], dtype=x.dtype), [X], [0], "position of a row"),
     "position": (lambda x: x * arange(x)[:, None], [X], [0], "position of a row"),
+    "moved position": (lambda i, x: jnp.where((arange(x) + i < 0)[:, None], x, 0), [jnp.int32(-4), X], [None, 0],
+                       "compares the position of a row"),
     "next row": (lambda x: x[arange(x) + 1], [X], [0], "position of a row"),
     "diagonal": (lambda x: x[arange(x) // 2, arange(x) // 2], [X], [0], "position of a row"),
     "rows by data": (lambda x, i: x[i], [X, integers(2, BATCH)], [0, 0], "picks rows of the batch by data"),
