@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from dynaflow_jax.batch.state import (
     INVARIANT,
@@ -28,6 +29,7 @@ from dynaflow_jax.batch.state import (
     describe,
     is_one_scale,
     is_positive,
+    is_real,
     is_zero,
     power,
     times,
@@ -186,6 +188,13 @@ def whole(full: Any, part: Any, states: Sequence[Any]) -> Any:
     return dataclasses.replace(rows, scale=ONE, zero=False) if rows.zero or rows.scale else rows
 
 
+def real(state: Any, doing: str) -> State:
+    """The state of what takes part in the real numbers alone, such as a conjugate: a complex scale does not pass."""
+    if not is_zero(state) and not is_real(state.scale):
+        raise Mixing(f"{doing} values scaled by a complex sum over the batch")
+    return Total(state.scale) if type(state) is Total else state  # another number than the sum, as a factor
+
+
 def homogeneous(states: Sequence[Any], doing: str) -> State:
     """The state of a function that a positive factor passes through, such as a maximum."""
     state = agree(states, doing)
@@ -242,8 +251,8 @@ def passed_on(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence
     """The values themselves, or a multiple of them."""
     if part.primitive.name == "neg" and any(type(state) is RowIndex for state in states):
         raise Mixing("computes with the position of a row in the batch")
-    if part.primitive.name in ("conj", "real"):  # another number than the sum, as a factor
-        return [Total(state.scale) if type(state) is Total else state for state in states]
+    if part.primitive.name in ("conj", "real"):
+        return [real(states[0], f"takes the {'conjugate' if part.primitive.name == 'conj' else 'real part'} of")]
     return list(states[: len(part.outvars)])
 
 
@@ -251,8 +260,8 @@ def passed_on(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence
 def convert(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Linear, unless it rounds or only asks whether a number is zero."""
     if is_inexact(part.outvars[0]) or (not is_inexact(part.invars[0]) and part.params["new_dtype"].kind != "b"):
-        state = states[0]
-        return Total(state.scale) if type(state) is Total and part.invars[0].aval.dtype.kind == "c" else state
+        to_real = part.invars[0].aval.dtype.kind == "c" and part.outvars[0].aval.dtype.kind != "c"
+        return real(states[0], "takes the real part of") if to_real else states[0]
     if is_zero(states[0]):
         return states[0]
     if type(states[0]) is RowIndex:
@@ -690,7 +699,8 @@ def fft(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     (state,), ndim = states, len(shape(part.invars[0]))
     if on_rows(state, range(ndim - len(part.params["fft_lengths"]), ndim)):
         raise Mixing("transforms along the batch")
-    return state
+    # The inverse of a real transform takes half of its input for the conjugate of the other half.
+    return real(state, "transforms to real numbers") if part.params["fft_type"] == lax.FftType.IRFFT else state
 
 
 @rule(*"cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd triangular_solve tridiagonal".split())

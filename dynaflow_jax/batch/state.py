@@ -21,6 +21,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
+import jax.numpy as jnp
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Symbol:
@@ -70,6 +72,11 @@ def power(a: Scale, exponent: int) -> Scale:
 def is_positive(a: Scale) -> bool:
     """Whether a scale is positive for certain: the number of rows is, the sign of a sum is not known."""
     return all(symbol == N for symbol, _ in a)
+
+
+def is_real(a: Scale) -> bool:
+    """Whether a scale is a real number for certain."""
+    return not any(jnp.issubdtype(symbol.var.aval.dtype, jnp.complexfloating) for symbol in symbols(a))
 
 
 def symbols(a: Scale) -> Iterable[Symbol]:

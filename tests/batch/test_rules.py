@@ -50,6 +50,11 @@ PROVEN = {
     "clip, cast": (lambda x: jnp.clip(x, -1, 1).astype(jnp.int32), [X], [0], [ROW]),
     "constant rows": (lambda x: jnp.ones(x.shape[0]) * 2, [X], [0], [ROW]),
     "independent": (lambda x, w: w.sum() * 2, [X, W], [0, None], ["independent of the batch"]),
+    "conjugate of scaled rows": (lambda x: jnp.abs(jnp.conj((x + 1j * x) / x.shape[0])), [X], [0],
+                                 [f"{ROW}, scaled by 1/n"]),
+    "real part of rows over a real sum": (lambda x: jnp.real((x + 1j * x) / jnp.abs(x).sum()), [X], [0],
+                                          [f"{ROW}, scaled by 1/t"]),
+    "conjugate of a sum": (lambda x: jnp.real(jnp.conj((x + 1j * x).sum())), [X], [0], [SUM]),
     "size as a number": (lambda x: jnp.float32(x.shape[0]) * 2, [X], [0], ["independent of the batch, scaled by n"]),
     # shapes
     "merge and part": (lambda x: jnp.sin(x.reshape(-1, 3)).reshape(x.shape), [X3], [0], [ROW]),
@@ -156,6 +161,15 @@ def test_proven(name):
 
 
 MIXING = {
+    "conjugate of rows over a sum": (lambda z: jnp.conj(z / z.sum()) * z.sum(), [X + 1j * X[::-1]], [0],
+                                     "the conjugate of values scaled by a complex sum"),
+    "real part of rows over a sum": (lambda z: jnp.real(z / z.sum()), [X + 1j * X[::-1]], [0],
+                                     "the real part of values scaled by a complex sum"),
+    "cast of rows over a sum": (lambda z: lax.convert_element_type_p.bind(
+        z / z.sum(), new_dtype=jnp.dtype("float32"), weak_type=False, sharding=None), [X + 1j * X[::-1]], [0],
+        "the real part of values scaled by a complex sum"),
+    "real transform of rows over a sum": (lambda z: jnp.fft.irfft(z / z.sum()), [X + 1j * X[::-1]], [0],
+                                          "to real numbers values scaled by a complex sum"),
     "centre": (lambda x: x - x.mean(0), [X], [0], "rows of the batch and a sum over the batch"),
     "centre by a number": (lambda x: x - x.mean(), [X], [0], "a sum over the batch"),
     "max": (lambda x: x.max(0), [X], [0], "reduces over the batch with max"),
