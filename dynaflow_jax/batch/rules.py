@@ -818,10 +818,27 @@ def _as_index(state: Any) -> None:
         raise Mixing("indexes by a sum over the batch" if type(state) is Total else "indexes by a scaled value")
 
 
+def _filled(part: Any, state: Any) -> Any:
+    """The operand of a lookup, which gives a constant instead of it where an index is out of bounds."""
+    if part.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP or type(state) is RowIndex:
+        return state
+    fill = part.params["fill_value"]
+    if fill is None and is_inexact(part.outvars[0]):
+        fill = math.nan
+    if fill is not None and fill == 0:
+        return state
+    if not (is_inexact(part.outvars[0]) and fill != fill):  # not a number is none when scaled, or added up, either
+        if type(state) is Total:
+            raise Mixing("looks up sums over the batch, with a constant where an index is out of bounds")
+        if not is_one_scale(state):
+            raise Mixing("looks up values that scale with the batch, with a constant where an index is out of bounds")
+    return dataclasses.replace(state, zero=False) if is_zero(state) else state
+
+
 @rule("gather", sized=("slice_sizes",), positions=True)
 def gather(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """Lookups: of rows in a table, within each row, or of each row by its own position."""
-    operand, index = states
+    operand, index = _filled(part, states[0]), states[1]
     numbers, sizes = part.params["dimension_numbers"], part.params["slice_sizes"]
     _as_index(index)
     out_ndim, ndim = len(shape(part.outvars[0])), len(shape(part.invars[0]))
@@ -839,9 +856,6 @@ def gather(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
 
     if batch is None:
         if type(index) is Invariant:
-            if type(operand) is Total and not is_inexact(part.outvars[0]):
-                # Out of bounds gives a constant, and so a sum of it.
-                raise Mixing("looks up integer sums over the batch")
             return agree([operand], "adds")
         if type(index) is RowIndex:
             raise Mixing("uses the position of a row in the batch")

@@ -37,6 +37,11 @@ def scaled_gradient(x):
 scaled_gradient.defvjp(lambda x: (scaled_gradient(x), x), lambda x, ct: (2 * ct * jnp.cos(x),))
 
 
+def looked_up(x, **how):
+    """Two elements along the last axis, one of which is not there."""
+    return x.at[..., jnp.array([0, 9])].get(**how)
+
+
 PROVEN = {
     # element by element
     "tanh": (lambda x: jnp.tanh(x) + 1, [X], [0], [ROW]),
@@ -113,6 +118,10 @@ PROVEN = {
     "own token": (lambda x, i: x.reshape(-1, 3)[jnp.arange(x.shape[0] * 4), i.reshape(-1)],
                   [X3, integers(3, BATCH, 4)], [0, 0], [f"{ROW} in blocks of 4"]),
     "take_along_axis": (lambda x, i: jnp.take_along_axis(x, i, 1), [X, integers(4, BATCH, 2)], [0, 0], [ROW]),
+    "out of bounds": (lambda x: looked_up(x.sum(0), mode="fill"), [X], [0], [SUM]),
+    "out of bounds, zero": (lambda x: looked_up(x.sum(0), mode="fill", fill_value=0), [X], [0], [SUM]),
+    "out of bounds, the last": (lambda i: looked_up(i.sum(0), mode="clip"), [integers(4, BATCH, 3)], [0], [SUM]),
+    "out of bounds, in rows": (lambda x: looked_up(x, mode="fill", fill_value=1), [X], [0], [ROW]),
     "columns": (lambda x: x[:, jnp.array([2, 0])], [X], [0], [ROW]),
     "slice": (lambda x: x[:, 1:3], [X], [0], [ROW]),
     "dynamic_slice": (lambda x, i: lax.dynamic_slice_in_dim(x, i[0], 2, 1), [X, integers(2, 1)], [0, None], [ROW]),
@@ -170,6 +179,13 @@ MIXING = {
         "the real part of values scaled by a complex sum"),
     "real transform of rows over a sum": (lambda z: jnp.fft.irfft(z / z.sum()), [X + 1j * X[::-1]], [0],
                                           "to real numbers values scaled by a complex sum"),
+    "sum out of bounds": (lambda x: looked_up(x.sum(0), mode="fill", fill_value=1), [X], [0], "with a constant where"),
+    "counts out of bounds": (lambda i: looked_up(i.sum(0), mode="fill"), [integers(4, BATCH, 3)], [0],
+                             "with a constant where"),
+    "scaled rows out of bounds": (lambda x: looked_up(x / x.shape[0], mode="fill", fill_value=1), [X], [0],
+                                  "with a constant where"),
+    "zeros out of bounds": (lambda x: x.sum(0)[:2] + looked_up(jnp.zeros(4), mode="fill", fill_value=1), [X], [0],
+                            "contribute again"),
     "centre": (lambda x: x - x.mean(0), [X], [0], "rows of the batch and a sum over the batch"),
     "centre by a number": (lambda x: x - x.mean(), [X], [0], "a sum over the batch"),
     "max": (lambda x: x.max(0), [X], [0], "reduces over the batch with max"),
