@@ -231,3 +231,33 @@ def test_derivatives_of_what_is_computed_again(block, where):
     else:
         flow = jax.value_and_grad(df.dynaflow(loss, out_axes="sum", **options), (0, 1))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), flow(w, x), want)
+
+
+@jax.custom_vjp
+def traced(x):
+    """The identity, with which a micro-batch's program is traced and not derived."""
+    return x
+
+
+traced.defvjp(lambda x: (x, None), lambda _, g: (g,))
+AT_SIZES = {
+    "sum or mean": (lambda x, n: x.sum() / n, "sum"),
+    "mean or sum": (lambda x, n: x.sum() / n, "mean"),
+    "rows": (lambda x, n: x / n, None),
+    "number": (lambda x, n: jnp.float32(n), None),
+}
+
+
+@pytest.mark.parametrize("sizes", [(4, 3), (3, 4), (1, 5, 1)], ids=str)
+@pytest.mark.parametrize("kind", AT_SIZES)
+def test_outputs_that_mean_something_else_at_every_size(kind, sizes):
+    """What is proven of the first micro-batch's output is not what is proven of the others'."""
+    fun, how = AT_SIZES[kind]
+
+    def both(x):
+        rows = traced(x)
+        return rows, fun(rows, x.shape[0] if x.shape[0] <= 3 else 7)
+
+    flow = df.dynaflow(both, scheduler=Split(*sizes), batch_axes=0, out_axes=(0, how))
+    with pytest.raises(df.BatchMixingError, match="for micro-batches of one size, and for those of another"):
+        flow(ROWS)

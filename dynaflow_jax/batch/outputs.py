@@ -103,6 +103,8 @@ def _join(
     divides: Callable[[], bool] | None,
 ) -> Join:
     state = states[0]
+    if not callable(want):
+        _check_alike(states, name)
     if divides is not None and isinstance(state, (Invariant, Total)) and is_one_scale(state):
         # Parts that add up to the function's sum, or to its mean: that is what a constant of the program decides.
         # What does not look like what out_axes says is traced, to know.
@@ -141,6 +143,28 @@ def _join(
     raise BatchMixingError(
         f"out_axes={want!r} for {name}, which {_is(state)}: the result would not be that of the whole batch{hint}."
     )
+
+
+def _check_alike(states: Sequence[State], name: str) -> None:
+    """Checks that an output is the same to micro-batches of all sizes, so that one way to join it is right."""
+    first = next((state for state in states if not _is_uniform(state)), states[0])
+    for state in states:
+        if _kind(state) != _kind(first) and not (_is_uniform(state) and isinstance(first, Rows)):
+            raise BatchMixingError(
+                f"{name} {_is(first)} for micro-batches of one size, and for those of another it {_is(state)}: the "
+                "program depends on the batch size, and there is no way to join it."
+            )
+
+
+def _kind(state: State) -> tuple[Any, ...]:
+    """What decides how parts are joined. The sums in a scale are different variables at every size."""
+    exponents = sorted((symbol != N, exponent) for symbol, exponent in getattr(state, "scale", ONE))
+    layout = (state.axis, state.outer, state.inner) if isinstance(state, Rows) else ()
+    return type(state), exponents, layout
+
+
+def _is_uniform(state: State) -> bool:
+    return isinstance(state, Rows) and state.uniform
 
 
 def _join_rows(want: Any, states: Sequence[Any], name: str, ndim: int) -> Join:
