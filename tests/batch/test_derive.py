@@ -142,6 +142,16 @@ def test_functions_that_may_be_traced_for_micro_batches(name):
     assert count in (found, None)
 
 
+def test_derivatives_of_whole_numbers():
+    """They have a type of their own, whose values are compared with nothing."""
+    count = integers(4, BATCH)
+    fun = jax.value_and_grad(lambda x, i: (x * i[:, None]).sum(), (0, 1), allow_int=True)
+    options = {"batch_axes": 0, "out_axes": ("sum", None)}
+    value, (gradient, nothing) = jax.jit(df.dynaflow(fun, scheduler=Split(2, 4), **options))(X, count)
+    same((value, gradient), (fun(X, count)[0], fun(X, count)[1][0]))
+    assert (nothing.shape, nothing.dtype) == (count.shape, jax.dtypes.float0)
+
+
 def test_functions_of_the_parts_are_about_what_the_function_returns():
     counted = Counted(lambda x: x.mean())
     flow = df.dynaflow(counted, scheduler=Split(3, 3), batch_axes=0, out_axes=lambda parts: jnp.stack(parts))
