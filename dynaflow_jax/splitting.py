@@ -241,7 +241,9 @@ class Splitting:
         full = self.whole
         try:
             part = traced(self._flow, self._layout, size).flat(self._flow, draws=True)
-        except (TypeError, ValueError) as error:
+        except SplitError:
+            raise
+        except Exception as error:  # whatever the function makes of a number of rows that it did not expect
             raise SplitError(self._untraceable(size, error)) from error
         if len(part.flat.program.invars) != len(full.flat.program.invars) or part.out_tree != full.out_tree:
             raise SplitError(
@@ -271,7 +273,7 @@ class Splitting:
         constants = (*self.whole.constants, *constants_inside(self._unopened.program))
         sized = [aval for aval in map(compat.aval_of, constants) if self._batch_size in aval.shape]
         message = (
-            f"The function takes {self._batch_size} rows, but not the {size} of a micro-batch: {error}\n"
+            f"The function takes {self._batch_size} rows, but not the {size} of a micro-batch: {_said(error)}\n"
             "If the rows are elsewhere in an argument, correct batch_axes."
         )
         if sized:
@@ -284,6 +286,11 @@ class Splitting:
     def _allows(self, site: MixingSite) -> bool:
         names = set(_names(site))
         return any(entry == "*" or entry in names for entry in self._flow.options.allow_batch_mixing)
+
+
+def _said(error: Exception) -> str:
+    """What an error says, with its type where that is not about the arguments: an assertion says nothing by itself."""
+    return str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def _lost(before: Sequence[tuple[Any, Any]], after: Sequence[tuple[Any, Any]], outs: Sequence[Any]) -> Any | None:

@@ -261,3 +261,30 @@ def test_outputs_that_mean_something_else_at_every_size(kind, sizes):
     flow = df.dynaflow(both, scheduler=Split(*sizes), batch_axes=0, out_axes=(0, how))
     with pytest.raises(df.BatchMixingError, match="for micro-batches of one size, and for those of another"):
         flow(ROWS)
+
+
+def fails(x):
+    assert x.shape[0] == 7
+    return x
+
+
+def looks_up(x):
+    return x * {7: 1.0}[x.shape[0]]
+
+
+def refuses(x):
+    if x.shape[0] != 7:
+        raise RuntimeError("seven rows")
+    return x
+
+
+@pytest.mark.parametrize(
+    ("fun", "said"), [(fails, "AssertionError"), (looks_up, "KeyError: 3"), (refuses, "seven rows")]
+)
+def test_functions_that_fail_on_fewer_rows(fun, said):
+    """Whatever they raise, the strategy asked for these rows; what is derived can still be differentiated."""
+    flow = df.dynaflow(lambda x: fun(traced(x)), scheduler=Split(3, 4), batch_axes=0)
+    with pytest.raises(df.SplitError, match=f"takes 7 rows, but not the 3 of a micro-batch: .*{said}"):
+        flow(ROWS)
+    flow = df.dynaflow(lambda x: jax.nn.relu(fun(x)), scheduler=Split(3, 4), batch_axes=0)
+    np.testing.assert_array_equal(jax.grad(lambda x: flow(x).sum())(ROWS), ROWS > 0)
