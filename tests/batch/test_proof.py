@@ -289,6 +289,13 @@ def test_constants():
     check(
         lambda x: x * np.full(4, 1 / x.shape[0], np.float32), [normal(BATCH, 4)], [0], expect=[f"{ROW}, scaled by 1/n"]
     )
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e5m2):
+        table = lambda x, dtype=dtype: np.full(4, 1 / x.shape[0], np.float32).astype(dtype)  # noqa: E731
+        check(lambda x, table=table: x.astype(jnp.bfloat16).sum() * table(x)[0].astype(jnp.bfloat16),
+              [integers(4, 8, 4)], [0], 8, 4, expect=[MEAN])  # fmt: skip
+        said = reasons(prove(lambda x, table=table: x * np.sqrt(table(x)).astype(x.dtype), [normal(8, 4)], [0], 8, 4))
+        assert "not in proportion" in said
+    check(lambda x: x * np.full(4, np.nan, jnp.bfloat16), [normal(BATCH, 4)], [0], expect=[ROW])
     said = reasons(prove(lambda x: x * np.random.default_rng(0).normal(size=x.shape), [normal(BATCH, 4)], [0]))
     assert "the constant float32[6,4] depends on the batch size" in said
 
