@@ -14,6 +14,7 @@ from typing import Any
 from dynaflow_jax import compat
 from dynaflow_jax.batch.rules import Mixing, agree, homogeneous, on_rows, rule
 from dynaflow_jax.batch.state import (
+    INVARIANT,
     VARIES,
     Invariant,
     RowIndex,
@@ -332,6 +333,12 @@ def all_to_all(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequenc
     if any(on_rows(state, axes) for state in states):
         raise Mixing("deals the rows of the batch out to devices")
     return [Total(state.scale) if type(state) is Total else state for state in states]
+
+
+@rule("axis_index")
+def axis_index(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
+    """Which device it is does not depend on the rows that it works on."""
+    return INVARIANT
 
 
 # -- beyond the program -------------------------------------------------------------------------------------------

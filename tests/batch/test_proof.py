@@ -215,6 +215,19 @@ def test_data_parallel():
     assert (reasons(analysis), [*map(str, analysis.outputs)]) == ("", [f"{SUM}, scaled by 1/t", MEAN])
 
 
+def test_which_device_it_is():
+    """Each device may do something of its own with its rows, as dropout that differs between devices."""
+
+    def fun(key, x):
+        index = lax.axis_index("d")
+        bits = jax.random.bernoulli(jax.random.fold_in(key, index), 0.5, x.shape)
+        return x * bits + index, lax.psum((x * index).sum(), "d")
+
+    analysis = prove(sharded(fun, (P(), P("d")), (P("d"), P())), [jax.random.key(0), normal(8, 3)], [None, 0], 8, 4)
+    assert (reasons(analysis), [*map(str, analysis.outputs)]) == ("", [ROW, SUM])
+    assert [eqn.primitive.name for eqn in analysis.draws] == ["random_bits"]
+
+
 def test_rows_of_other_devices():
     fun = sharded(lambda x: lax.psum(x, "d"), (P("d"),), P())
     assert "sums rows of the batch across the devices" in reasons(prove(fun, [normal(8, 3)], [0], 8, 4))
