@@ -288,3 +288,29 @@ def test_functions_that_fail_on_fewer_rows(fun, said):
         flow(ROWS)
     flow = df.dynaflow(lambda x: jax.nn.relu(fun(x)), scheduler=Split(3, 4), batch_axes=0)
     np.testing.assert_array_equal(jax.grad(lambda x: flow(x).sum())(ROWS), ROWS > 0)
+
+
+@pytest.mark.parametrize("merge", [(), (0, 2), (0, 1, 2)], ids=str)
+def test_several_elements_alike_for_each_row(merge):
+    """As many zeros as there are tokens say nothing of how many belong to a row."""
+
+    def fun(w, x):
+        with df.mark("a"):
+            zeros = jnp.zeros((x.shape[0] * 2, 2)) + w
+        with df.mark("b"):
+            return (zeros * 2 + x.reshape(-1, 2)).reshape(x.shape), zeros
+
+    same(fun, (jnp.arange(2.0), ROWS), Split(3, 1, 3, merge=merge), (None, 0))
+
+
+@pytest.mark.parametrize("merge", [(), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("call", [lambda x: x, traced], ids=["derived", "traced"])
+def test_draws_for_tokens(merge, call):
+    """A draw may have several elements for each row, as dropout on all tokens one after the other has."""
+
+    def fun(key, x):
+        tokens = call(x).reshape(-1, 2)
+        tokens = tokens * jax.random.bernoulli(key, 0.5, tokens.shape)
+        return tokens.reshape(x.shape), jax.random.bits(key, (x.shape[0] * 3, 2))
+
+    same(fun, (jax.random.key(0), ROWS), Split(3, 1, 3, merge=merge), (None, 0))

@@ -51,6 +51,17 @@ def test_every_shard_gives_its_share(outer):
     np.testing.assert_array_equal(join([first, second], rows, (2, 6), 2), value)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("length", [4, 8, 24])
+def test_elements_that_are_all_alike(shards, length):
+    """However many there are for each row."""
+    rows, sizes = Rows(1, uniform=True, outer=3, inner=5), (2, 4, 2)
+    value = jnp.ones((2, length))
+    parts = [take(value, rows, 8, offset, size, shards) for offset, size in zip(offsets(sizes), sizes, strict=True)]
+    assert [part.shape for part in parts] == [(2, length * size // 8) for size in sizes]
+    same(join(parts, rows, sizes, shards), value)
+
+
 def test_inside_shard_map_the_rows_are_those_of_one_shard():
     assert take(jnp.arange(4), Rows(0), 8, 2, 6, 2).tolist() == [1, 2, 3]
 

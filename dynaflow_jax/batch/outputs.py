@@ -168,7 +168,7 @@ def _is_uniform(state: State) -> bool:
 
 
 def _join_rows(want: Any, states: Sequence[Any], name: str, ndim: int) -> Join:
-    state = next((state for state in states if not state.uniform), Rows(states[0].axis))
+    state = next((state for state in states if not state.uniform), Rows(states[0].axis, uniform=True))
     if isinstance(want, str):
         raise BatchMixingError(
             f"out_axes={want!r} for {name}, which has rows of the batch on axis {state.axis}: "

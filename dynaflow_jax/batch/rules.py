@@ -984,7 +984,8 @@ def random_bits(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     if len(grown) > 1:
         raise Mixing("has more than one axis that grows with the batch")
     ctx.draw(part)
-    return Rows(grown[0])
+    size = shape(part.outvars[0])[grown[0]]
+    return Rows(grown[0], inner=size // ctx.rows_within(size) if size else 1)
 
 
 @rule("random_wrap", "random_unwrap")

@@ -58,7 +58,9 @@ def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
 
 def take(value: Any, rows: Rows, batch_size: int, offset: int, size: int, shards: int = 1) -> Any:
     """The rows ``offset : offset + size`` of a value (of every shard, the corresponding share of them)."""
-    axis, outer, inner = rows.axis, rows.outer, rows.inner
+    axis, outer, inner = rows.axis, *_layout(value, rows, batch_size)
+    if rows.uniform and (shards == 1 or inner == 0):  # any will do, of the right number
+        return jax.lax.slice_in_dim(value, 0, value.shape[axis] * size // batch_size, axis=axis)
     if (present := value.shape[axis] // (outer * inner)) != batch_size:  # inside shard_map: one shard's rows
         local = batch_size // present
         batch_size, offset, size, shards = present, offset // local, size // local, 1
@@ -73,6 +75,16 @@ def take(value: Any, rows: Rows, batch_size: int, offset: int, size: int, shards
     return jnp.reshape(part, (*shape[:axis], outer * size * inner, *shape[axis + 1 :]), out_sharding=sharding)
 
 
+def _layout(value: Any, rows: Rows, count: int) -> tuple[int, int]:
+    """How often the axis runs through ``count`` rows, and in blocks of how many elements; of 0 if that cannot be said.
+
+    Elements that are all alike do not say it themselves, and need not be a multiple of the rows.
+    """
+    if not rows.uniform:
+        return rows.outer, rows.inner
+    return 1, 0 if value.shape[rows.axis] % count else value.shape[rows.axis] // count
+
+
 def own(value: Any, how: Own, batch_size: int, offset: int, size: int, shards: int = 1) -> Any:
     """What the micro-batch of the rows ``offset : offset + size`` has of a value."""
     return (
@@ -84,8 +96,8 @@ def join(parts: Sequence[Any], rows: Rows, sizes: Sequence[int], shards: int = 1
     """The rows of several micro-batches as one value; the inverse of ``take``."""
     if len(parts) == 1:
         return parts[0]
-    axis, outer, inner = rows.axis, rows.outer, rows.inner
-    if outer == 1 and shards == 1:
+    axis, outer, inner = rows.axis, *_layout(parts[0], rows, sizes[0])
+    if (outer == 1 and shards == 1) or inner == 0:
         return jax.lax.concatenate(parts, axis)
     shape = parts[0].shape
     blocked = [

@@ -42,6 +42,10 @@ def looked_up(x, **how):
     return x.at[..., jnp.array([0, 9])].get(**how)
 
 
+def drop(key, x):
+    return x * jax.random.bernoulli(key, 0.5, x.shape)
+
+
 PROVEN = {
     # element by element
     "tanh": (lambda x: jnp.tanh(x) + 1, [X], [0], [ROW]),
@@ -137,6 +141,10 @@ PROVEN = {
     # random numbers
     "keys of rows": (lambda k: jax.vmap(lambda k: jax.random.normal(jax.random.fold_in(k, 1), (3,)))(k),
                      [jax.random.split(jax.random.key(0), BATCH)], [0], [ROW]),
+    "draw for tokens": (lambda k, x: drop(k, x.reshape(-1, 3)), [jax.random.key(0), X3], [None, 0],
+                        [f"{ROW} in blocks of 4"]),
+    "draw for tokens of rows": (lambda k, x: drop(k, x.reshape(-1, 3)).reshape(x.shape), [jax.random.key(0), X3],
+                                [None, 0], [ROW]),
     "draw": (lambda k, x: x + jax.random.normal(k, x.shape), [jax.random.key(0), X], [None, 0], [ROW]),
     "draw keys": (lambda k, x: x[:, 0] + jax.vmap(jax.random.uniform)(jax.random.split(k, x.shape[0])),
                   [jax.random.key(0), X], [None, 0], [ROW]),
