@@ -226,9 +226,7 @@ def on_rows(state: Any, axes: Sequence[int]) -> bool:
     ).split(),
     *("complex cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac imag").split(),
     *("is_finite lgamma log log1p log2 logistic mulhi nextafter not one_minus_square or polygamma polynomial").split(),
-    *(
-        "population_count pow random_clone random_fold_in random_seed reciprocal regularized_incomplete_beta rem"
-    ).split(),
+    *("population_count pow random_clone random_seed reciprocal regularized_incomplete_beta rem").split(),
     *("round rsqrt shift_left shift_right_arithmetic shift_right_logical sin sinh sqrt tan tanh").split(),
     *("threefry2x32 threefry4x32 xor zeta").split(),
 )
@@ -976,6 +974,7 @@ def random_bits(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     grown = changed_axes(full.outvars[0], part.outvars[0])
     whole(full, part, states)
     if type(states[0]) is Rows:
+        _draws_by_row(part)
         if grown != [states[0].axis]:
             raise Mixing("draws over the batch with a key per row")
         return states[0]
@@ -986,6 +985,22 @@ def random_bits(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     ctx.draw(part)
     size = shape(part.outvars[0])[grown[0]]
     return Rows(grown[0], inner=size // ctx.rows_within(size) if size else 1)
+
+
+def _draws_by_row(part: Any) -> None:
+    """Refuse keys with which JAX draws for all rows from the first row's key, once the draw is mapped over."""
+    implementation = part.invars[0].aval.dtype.name
+    right = {"key<fry>"} if part.primitive.name in ("random_bits", "random_gamma") else {"key<fry>", "key<rbg>"}
+    if implementation not in right:
+        raise Mixing(f"draws with a key per row, all of which may come from the first, as they are {implementation}")
+
+
+@rule("random_fold_in")
+def random_fold_in(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
+    """A key for each row, from a key for each, or numbers for each."""
+    if any(type(state) is Rows for state in states):
+        _draws_by_row(part)
+    return whole(full, part, states)
 
 
 @rule("random_wrap", "random_unwrap")
@@ -1002,4 +1017,6 @@ def random_gamma(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State
     key, parameter = states
     if type(parameter) is Rows and type(key) is not Rows:
         raise Mixing("draws over the batch from a distribution with parameters")
+    if type(key) is Rows:
+        _draws_by_row(part)
     return whole(full, part, states)

@@ -42,8 +42,17 @@ def looked_up(x, **how):
     return x.at[..., jnp.array([0, 9])].get(**how)
 
 
+def keys(impl):
+    return jax.random.split(jax.random.key(0, impl=impl), BATCH)
+
+
 def drop(key, x):
     return x * jax.random.bernoulli(key, 0.5, x.shape)
+
+
+def row_keys(derive):
+    """Keys that every row's key gives, as numbers."""
+    return lambda key: jax.random.key_data(jax.vmap(derive)(key))
 
 
 PROVEN = {
@@ -141,6 +150,8 @@ PROVEN = {
     # random numbers
     "keys of rows": (lambda k: jax.vmap(lambda k: jax.random.normal(jax.random.fold_in(k, 1), (3,)))(k),
                      [jax.random.split(jax.random.key(0), BATCH)], [0], [ROW]),
+    "keys from keys of rows": (row_keys(lambda k: jax.random.fold_in(jax.random.split(k)[0], 1)), [keys("rbg")], [0],
+                               [ROW]),
     "draw for tokens": (lambda k, x: drop(k, x.reshape(-1, 3)), [jax.random.key(0), X3], [None, 0],
                         [f"{ROW} in blocks of 4"]),
     "draw for tokens of rows": (lambda k, x: drop(k, x.reshape(-1, 3)).reshape(x.shape), [jax.random.key(0), X3],
@@ -194,6 +205,10 @@ MIXING = {
                                   "with a constant where"),
     "zeros out of bounds": (lambda x: x.sum(0)[:2] + looked_up(jnp.zeros(4), mode="fill", fill_value=1), [X], [0],
                             "contribute again"),
+    "draw with keys of rows": (jax.vmap(drop), [keys("rbg"), X], [0, 0], "with a key per row"),
+    "split keys of rows": (row_keys(lambda k: jax.random.split(k)[0]), [keys("unsafe_rbg")], [0], "with a key per row"),
+    "keys from rows": (lambda k, i: row_keys(lambda i: jax.random.fold_in(k, i))(i),
+                       [jax.random.key(0, impl="unsafe_rbg"), integers(9, BATCH)], [None, 0], "with a key per row"),
     "centre": (lambda x: x - x.mean(0), [X], [0], "rows of the batch and a sum over the batch"),
     "centre by a number": (lambda x: x - x.mean(), [X], [0], "a sum over the batch"),
     "max": (lambda x: x.max(0), [X], [0], "reduces over the batch with max"),
