@@ -23,7 +23,8 @@ from dynaflow_jax.program import Program
 REGIONS = frozenset({"scan", "shard_map"})
 # Opening these loses something that differentiating the result from outside would need.
 _CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}) | compat.REMAT
-_CALLS = compat.CALLS | _CUSTOM_DERIVATIVE
+CALLS = compat.CALLS | _CUSTOM_DERIVATIVE
+"""Calls that are opened where there is a boundary inside."""
 DRAWS = frozenset({"random_bits", "random_split", "random_gamma", "threefry2x32", "rng_bit_generator"})
 """Primitives that draw random numbers; what draws over the batch is drawn outside the micro-batches."""
 
@@ -288,7 +289,7 @@ class _Level:
             name = eqn.primitive.name
             full_stack = stack + compat.name_stack(eqn) if renames else None
             rule = inliner.func_rule(eqn) if inliner.funcs else None
-            if boundary and name in _CALLS and _fits(bodies[0], eqn):
+            if boundary and name in CALLS and _fits(bodies[0], eqn):
                 if rule is not None:  # what is no operator of its own inside still belongs to what the rule names
                     own = (*own, (inliner.funcs[rule].label(rule).encode(), False))
                 self._open(eqn, bodies[0], invars, env if renames else self.env, scopes + own, full_stack)

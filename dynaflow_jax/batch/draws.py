@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dynaflow_jax import compat
+from dynaflow_jax.errors import BatchMixingError
 from dynaflow_jax.inline import Flat, Node
 from dynaflow_jax.program import Program
 
@@ -22,19 +23,31 @@ Draws = frozenset[tuple[int, ...]]
 
 
 def locate(flat: Flat, equations: Sequence[Any]) -> Draws:
-    """Where given equations of a program are."""
-    wanted = set(map(id, equations))
+    """Where given equations of a program are.
+
+    Raises:
+      BatchMixingError: if one is inside a call that is not opened, where each micro-batch would draw for itself.
+    """
+    wanted = {id(eqn): eqn for eqn in equations}
+    missing = dict(wanted)
 
     def search(flat: Flat, prefix: tuple[int, ...]) -> list[tuple[int, ...]]:
         found = []
         for i, node in enumerate(flat.nodes):
             if id(node.eqn) in wanted:
+                missing.pop(id(node.eqn), None)
                 found.append((*prefix, i))
             elif node.body is not None:
                 found += search(node.body, (*prefix, i))
         return found
 
-    return frozenset(search(flat, ()))
+    found = frozenset(search(flat, ()))
+    for eqn in missing.values():
+        raise BatchMixingError(
+            f"{eqn.primitive.name} at {compat.source_line(eqn) or 'an unknown line'} draws random numbers for the "
+            "whole batch, inside a call that cannot be opened to draw them once: the batch cannot be split."
+        )
+    return found
 
 
 def draw_once(part: Flat, full: Flat, draws: Draws, prefix: tuple[int, ...] = ()) -> Flat:

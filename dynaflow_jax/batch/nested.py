@@ -6,6 +6,7 @@ themselves.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from dynaflow_jax.batch.state import (
     is_one_scale,
     symbols,
 )
+from dynaflow_jax.inline import CALLS
 
 # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -41,7 +43,8 @@ def call(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[Stat
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee"):
         inner = part.params.get(name)
         if compat.is_jaxpr(inner) and len(compat.open_jaxpr(inner).invars) == len(states):
-            return ctx.enter(part, full.params[name], inner, states, ctx.used)
+            with contextlib.nullcontext() if part.primitive.name in CALLS else ctx.closed(part):
+                return ctx.enter(part, full.params[name], inner, states, ctx.used)
     raise Mixing(f"no rule for primitive '{part.primitive.name}' in this form")
 
 

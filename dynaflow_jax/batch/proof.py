@@ -164,6 +164,7 @@ class ProofContext:
         self._quiet = 0  # mixing is not reported: the values are not read, or came out of mixing themselves
         self._rehearsals = 0  # states are not recorded: a loop has not settled yet
         self._deciding = 0  # inside a branch or a loop of unknown length
+        self._closed: list[str] = []  # the calls around that stay as they are
 
     # -- for rules ------------------------------------------------------------------------------------------------
 
@@ -176,6 +177,8 @@ class ProofContext:
         """Note a random draw over the batch."""
         if self._deciding:
             raise Mixing("draws over the batch inside a branch, or inside a loop of unknown length")
+        if self._closed:
+            raise Mixing(f"draws over the batch inside {self._closed[-1]}, which is not opened to draw once for all")
         self.draws[id(eqn)] = eqn
 
     def report(self, eqn: Any, reason: str, guards: bool = False) -> bool:
@@ -235,6 +238,15 @@ class ProofContext:
             yield
         finally:
             self._deciding -= 1
+
+    @contextlib.contextmanager
+    def closed(self, eqn: Any) -> Iterator[None]:
+        """Inside a call that stays one equation, whatever is in it."""
+        self._closed.append(eqn.primitive.name)
+        try:
+            yield
+        finally:
+            self._closed.pop()
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
