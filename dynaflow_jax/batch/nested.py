@@ -48,6 +48,20 @@ def call(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[Stat
     raise Mixing(f"no rule for primitive '{part.primitive.name}' in this form")
 
 
+@rule("custom_linear_solve", opens=True)
+def custom_linear_solve(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> Sequence[State]:
+    """A solver, of which only derivatives need the equations that it solves: what is solved for comes last."""
+    lengths = part.params["const_lengths"]
+    if full.params["const_lengths"] != lengths:
+        raise Mixing("depends on the batch size in its structure")
+    start = lengths.matvec + lengths.vecmat
+    inputs = [*states[start : start + lengths.solve], *states[sum(lengths) :]]
+    solve = part.params["jaxprs"].solve
+    used = [True] * len(compat.open_jaxpr(solve).outvars)
+    with ctx.closed(part):
+        return ctx.enter(part, full.params["jaxprs"].solve, solve, inputs, used)
+
+
 # -- loops and branches -------------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,10 @@ def row_keys(derive):
     return lambda key: jax.random.key_data(jax.vmap(derive)(key))
 
 
+def positive(x):
+    return 9 * jnp.eye(4) + x[:, :, None] * x[:, None]
+
+
 PROVEN = {
     # element by element
     "tanh": (lambda x: jnp.tanh(x) + 1, [X], [0], [ROW]),
@@ -119,6 +123,8 @@ PROVEN = {
              [MEAN, MEAN, f"{ROW}, scaled by 1/n"]),
     "grouped conv": (lambda w, x: grad_of_conv(w, x, 2), [normal(3, 3, 2, 4), normal(BATCH, 5, 5, 4)], [None, 0],
                      [MEAN, MEAN, f"{ROW}, scaled by 1/n"]),
+    "solve": (lambda x: jnp.linalg.solve(positive(x), x[..., None])[..., 0], [X], [0], [ROW]),
+    "solve, with a gradient": (jax.grad(lambda x: jnp.linalg.inv(positive(x)).sum()), [X], [0], [ROW]),
     "cholesky": (lambda x: jnp.linalg.cholesky(x[:, :, None] * x[:, None] + 9 * jnp.eye(4)), [X], [0], [ROW]),
     # indexing
     "embedding": (lambda t, i: t[i], [W, integers(4, BATCH, 3)], [None, 0], [ROW]),
@@ -215,6 +221,7 @@ MIXING = {
                             "not opened to draw once"),
     "draw in a linear call": (lambda k, x: jax.custom_derivatives.linear_call(drop, drop, k, x),
                               [jax.random.key(0), X], [None, 0], "not opened to draw once"),
+    "solve for the rows": (lambda x: jnp.linalg.solve(9 * jnp.eye(x.shape[0]), x), [X], [0], "batch"),
     "centre": (lambda x: x - x.mean(0), [X], [0], "rows of the batch and a sum over the batch"),
     "centre by a number": (lambda x: x - x.mean(), [X], [0], "a sum over the batch"),
     "max": (lambda x: x.max(0), [X], [0], "reduces over the batch with max"),
