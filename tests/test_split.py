@@ -117,6 +117,13 @@ def test_means():
     assert gradient == 2
 
 
+def test_means_over_all_rows_are_not_weighted():
+    joins = [Join("mean"), Join("mean", by_rows=True)]
+    outs = [[jnp.float32(3)] * 2, [jnp.float32(6)] * 2]
+    weighted, by_rows = join_outputs(joins, outs, (1, 2), 1, [jnp.float32(1), jnp.float32(0)])
+    assert (weighted, by_rows) == (3, 5)
+
+
 def test_outputs():
     joins = [Join("rows", Rows(0)), Join("first"), Join("sum"), Join("mean"), Join("function", function=max)]
     outs = [[jnp.ones(1), jnp.ones(2), 3, jnp.float32(3), 3], [jnp.zeros(2), jnp.ones(2), 4, jnp.float32(6), 4]]

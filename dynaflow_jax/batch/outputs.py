@@ -24,6 +24,7 @@ class Join:
     Attributes:
       how: ``"rows"``, ``"first"``, ``"mean"``, ``"sum"`` or ``"function"``.
       rows: along which axis, for ``"rows"``.
+      by_rows: for ``"mean"``, whether each part weighs as much as it has rows, whatever weights the user gives.
       function: of the list of parts, for ``"function"``.
       name: of the output, for messages.
     """
@@ -32,6 +33,7 @@ class Join:
     rows: Rows | None = None
     function: Callable[..., Any] | None = None
     name: str = "output"
+    by_rows: bool = False
 
 
 def joins(
@@ -138,8 +140,8 @@ def _join(
         raise SplitError(f"{name} {_is(state)}: it has no batch axis, so out_axes= must say how to join it{hint}.")
     if isinstance(state, Total):
         fits = (want == "sum" and is_one_scale(state)) or (want == "mean" and _is_mean(state, weighted))
-        if fits:
-            return Join(want)
+        if fits:  # the scale of a mean over all rows is known, and is not that of weighted or masked ones
+            return Join(want, by_rows=want == "mean" and state.scale == scale(N, -1))
     raise BatchMixingError(
         f"out_axes={want!r} for {name}, which {_is(state)}: the result would not be that of the whole batch{hint}."
     )
@@ -224,7 +226,7 @@ def join(
             assert how.rows is not None
             found.append(split.join(parts, how.rows, sizes, shards))
         elif how.how == "mean":
-            found.append(split.mean(parts, sizes if weights is None else weights))
+            found.append(split.mean(parts, sizes if weights is None or how.by_rows else weights))
         elif how.how == "sum":
             found.append(sum(parts[1:], start=parts[0]))
         elif how.how == "function":
