@@ -547,7 +547,9 @@ class Resolved:
     def call(self, leaves: Sequence[Any]) -> Any:
         """Evaluates the plan on arrays of the shapes it was made for."""
         run = self._run
-        if self.region.graph.opened:
+        # A micro-batch without weight is left out of a mean, and its derivative is not a number all the same.
+        weighted = self.flow.options.weights is not None and len(self.region.sizes) > 1
+        if self.region.graph.opened or weighted:
             run = with_derivative_of(self._run, self._unscheduled)
         elif self.splitting.derivation is not None and self.splitting.derivation.custom:
             run = with_derivative_of(self._run, lambda *values: self._differentiable(*values))

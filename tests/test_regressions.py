@@ -290,6 +290,36 @@ def test_functions_that_fail_on_fewer_rows(fun, said):
     np.testing.assert_array_equal(jax.grad(lambda x: flow(x).sum())(ROWS), ROWS > 0)
 
 
+def masked(w, x, mask):
+    return (((x @ w) ** 2).mean(-1) * mask).sum() / mask.sum()
+
+
+MASKS = [[1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0, 1], [0, 1, 1, 0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("transform", [jax.grad, lambda f: jax.jit(jax.grad(f)), jax.jacfwd])
+def test_derivatives_of_micro_batches_without_weight(mask, transform):
+    """Their part is 0 / 0, and so is its derivative, whatever it is multiplied with."""
+    w, mask = jnp.eye(4), jnp.array(mask, float)
+    options = {"batch_axes": (None, 0, 0), "out_axes": "mean", "weights": lambda w, x, mask: mask.sum()}
+    flow = df.dynaflow(masked, scheduler=Split(3, 4), **options)
+    for args in ((w, ROWS / 28, mask), (w + 1, ROWS / 7, mask)):
+        np.testing.assert_allclose(transform(flow)(*args), transform(masked)(*args), rtol=1e-5)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("size", [lambda x: x.shape[0], lambda x: jnp.float32(x.shape[0])])
+def test_means_over_all_rows_beside_weighted_ones(mask, size):
+    """Weights are those of the masked mean alone."""
+    mask = jnp.array(mask, float)
+    fun = lambda w, x, mask: (masked(w, x, mask), traced(x).sum() / size(x), x.mean(0))  # noqa: E731
+    options = {"batch_axes": (None, 0, 0), "out_axes": "mean", "weights": lambda w, x, mask: mask.sum()}
+    for sizes in ((3, 4), (1, 4, 2)):
+        got = df.dynaflow(fun, scheduler=Split(*sizes), **options)(jnp.eye(4), ROWS, mask)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, fun(jnp.eye(4), ROWS, mask))
+
+
 @pytest.mark.parametrize("merge", [(), (0, 2), (0, 1, 2)], ids=str)
 def test_several_elements_alike_for_each_row(merge):
     """As many zeros as there are tokens say nothing of how many belong to a row."""
