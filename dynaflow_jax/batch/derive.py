@@ -155,11 +155,12 @@ class Derivation:
 
         Yields:
           Their states. All that have the batch on an axis are ``Rows`` first; then those that count the batch's rows
-          are ``RowIndex``, which is right where they pick rows of another value.
+          are ``RowIndex``, which is right where they pick rows of another value; and those that are nothing but zeros
+          are known to be, as which of such positions are negative.
         """
         yield self.constants
         proposal = tuple(
-            RowIndex(0) if isinstance(state, Rows) and _counts_up(value) else state
+            _of_positions(state, value) if isinstance(state, Rows) else state
             for value, state in zip(values, self.constants, strict=True)
         )
         if proposal != self.constants:
@@ -287,11 +288,14 @@ def _across(rows: _Rows, index: int, sizes: Sequence[int], others: Sequence[int]
     raise Underivable("a reshape takes the axis of the batch apart")
 
 
-def _counts_up(value: Any) -> bool:
-    """Whether a constant is 0, 1, 2, ..."""
-    if compat.is_tracer(value) or value.ndim != 1 or not jnp.issubdtype(value.dtype, jnp.integer):
-        return False
-    return np.array_equal(value, np.arange(len(value)))
+def _of_positions(state: Rows, value: Any) -> State:
+    """The state of a constant with rows, if it is about positions: 0, 1, 2, ..., or zero everywhere."""
+    whole = jnp.issubdtype(value.dtype, jnp.integer)
+    if compat.is_tracer(value) or not (whole or value.dtype == bool):
+        return state
+    if value.size and not np.any(value):
+        return Rows(state.axis, uniform=True, zero=True)
+    return RowIndex(0) if whole and value.ndim == 1 and np.array_equal(value, np.arange(len(value))) else state
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

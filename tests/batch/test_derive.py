@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from models import same
@@ -77,6 +78,8 @@ DERIVED = {
     "merged behind": lambda x: (x.T[:, :, None] * jnp.ones(3)).reshape(4, -1).reshape(4, -1, 3)[..., 0].T,
     "merged constants": lambda x: x[:, :2].reshape(-1) * jnp.arange(2).repeat(1)[None].repeat(BATCH, 0).reshape(-1),
     "its own row": lambda x: x[jnp.arange(x.shape[0]), jnp.argmax(x, 1)],
+    "its own row, by NumPy": lambda x: x[np.arange(BATCH), jnp.argmax(x, 1)],
+    "its own rows, by NumPy": lambda x: x.at[np.arange(BATCH), jnp.argmin(x, 1)].add(x[np.arange(BATCH), 1]),
     "heads": heads,
     "scan": lambda x: lax.scan(lambda c, _: (jnp.tanh(c + x), c.sum(1)), jnp.zeros(x.shape), length=3)[0],
     "while and cond": loop,
