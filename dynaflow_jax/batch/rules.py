@@ -998,7 +998,7 @@ def _draws_by_row(part: Any) -> None:
 @rule("random_fold_in")
 def random_fold_in(ctx: Any, full: Any, part: Any, states: Sequence[Any]) -> State:
     """A key for each row, from a key for each, or numbers for each."""
-    if any(type(state) is Rows for state in states):
+    if type(states[1]) is Rows:
         _draws_by_row(part)
     return whole(full, part, states)
 

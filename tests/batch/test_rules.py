@@ -158,6 +158,7 @@ PROVEN = {
                      [jax.random.split(jax.random.key(0), BATCH)], [0], [ROW]),
     "keys from keys of rows": (row_keys(lambda k: jax.random.fold_in(jax.random.split(k)[0], 1)), [keys("rbg")], [0],
                                [ROW]),
+    "a number for all keys of rows": (row_keys(lambda k: jax.random.fold_in(k, 1)), [keys("unsafe_rbg")], [0], [ROW]),
     "draw for tokens": (lambda k, x: drop(k, x.reshape(-1, 3)), [jax.random.key(0), X3], [None, 0],
                         [f"{ROW} in blocks of 4"]),
     "draw for tokens of rows": (lambda k, x: drop(k, x.reshape(-1, 3)).reshape(x.shape), [jax.random.key(0), X3],
