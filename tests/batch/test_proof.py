@@ -12,8 +12,12 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from proving import BATCH, PART, check, factor, integers, joined, normal, prove, reasons, rows_of
 
+from dynaflow_jax.annotate import Rules
+from dynaflow_jax.batch.draws import locate
 from dynaflow_jax.batch.proof import analyse
 from dynaflow_jax.batch.state import Varies
+from dynaflow_jax.errors import BatchMixingError
+from dynaflow_jax.inline import inline
 from dynaflow_jax.program import trace
 
 ROW = "rows on axis 0"
@@ -134,6 +138,17 @@ def test_dropout_draws():
     assert not analysis.mixing
     assert [eqn.primitive.name for eqn in analysis.draws] == ["random_bits"]
     assert str(analysis.outputs[0]) == ROW
+
+
+def test_draws_that_cannot_be_found_are_refused():
+    """One that is not where it can be made once for all would be made by every micro-batch, alike."""
+    program, _ = trace(lambda k: [jax.random.uniform(k, (4,))], [jax.ShapeDtypeStruct((), jax.random.key(0).dtype)])
+    flat, _ = inline(program, (), Rules.of(()), draws=True)
+    unopened, _ = inline(program, (), Rules.of(()), draws=False)
+    (bits,) = (node.eqn for node in flat.nodes if node.eqn.primitive.name == "random_bits")
+    assert locate(flat, [bits]) == {(flat.program.eqns.index(bits),)}
+    with pytest.raises(BatchMixingError, match=r"random_bits at .* draws random numbers for the whole batch"):
+        locate(unopened, [bits])
 
 
 def test_mixture_of_experts():
