@@ -81,7 +81,9 @@ def dynaflow(
         ``"mean"`` (weighted by rows, or by ``weights``), ``"sum"``, or a function of the list of parts. ``None``:
         joined along the axis where the batch is, or taken as it is if it does not depend on the batch.
       weights: for ``"mean"``: a function of a micro-batch's arguments that gives its weight, for means over masked or
-        padded rows; for instance ``lambda params, tokens, mask: mask.sum()``.
+        padded rows; for instance ``lambda params, tokens, mask: mask.sum()``. They are the weights of every such mean
+        among the outputs, which therefore must be over the same rows; a mean over all rows needs none. What is
+        differentiated from outside is then the unscheduled function, as a micro-batch without weight has no derivative.
       rng: ``"exact"`` draws random numbers for the whole batch once, so that dropout is what it would be;
         ``"per_micro_batch"`` folds the micro-batch's index into the keys, which saves memory.
       allow_batch_mixing: operators, module paths or primitives that may mix rows of the batch (batch statistics, the
