@@ -386,9 +386,12 @@ class Resolved:
         return True
 
     def _dispatch_all(self, platform: str) -> None:
-        """Has the plan run on streams of its own: all of it, or what is inside ``shard_map``."""
+        """Has the plan run on streams of its own: all of it, or what is inside ``shard_map``.
+
+        What is around ``shard_map``, its loops too, is left to XLA, which partitions it.
+        """
         where = extension.platform_of(platform)
-        if any(self._is_shard_map(step) for step in self.plan.steps):
+        if xla.holds_shard_map(self.region, self.plan.steps):
             region = functools.partial(self._dispatched_region, where)
             self._run_dispatched = functools.partial(self._evaluate, region)
             return

@@ -1,5 +1,6 @@
 """Collectives of dispatched plans on the host twin: devices exchange memory, and get what XLA's collectives give."""
 
+import functools
 import threading
 import warnings
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import models_parallel
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
@@ -270,6 +271,57 @@ def test_around_shard_map(check):
         assert "dynaflow_dispatch" in jax.jit(flow).lower(ws, x).as_text()
         got, want = (jax.jit(jax.grad(lambda ws, f=f: (f(ws, x) ** 2).mean()))(ws) for f in (flow, fun))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
+def row_sums(x, w):
+    return jnp.tanh(x @ w) * lax.psum(x.sum(), "i")
+
+
+def turns(fun, x, length=3):
+    return lax.scan(lambda x, _: (fun(x), None), x, None, length=length)[0]
+
+
+def layer(x, w):
+    with df.mark("a"):
+        h = jnp.tanh(x @ w)
+    with df.mark("b"):
+        return jnp.sin(h) @ w
+
+
+AROUND = {
+    "before a loop": lambda mapped, x, w: turns(lambda x: layer(x, w), mapped(x, w)),
+    "behind a loop": lambda mapped, x, w: mapped(turns(lambda x: layer(x, w), x), w),
+    "before a loop that stacks": lambda mapped, x, w: lax.map(
+        functools.partial(layer, mapped(x, w)), jnp.stack([w, 2 * w])
+    ),
+    "in a loop": lambda mapped, x, w: turns(lambda x: mapped(x, w) / 8, x),
+    "in a loop with more": lambda mapped, x, w: turns(lambda x: layer(mapped(x / 8, w), w), x),
+    "in a loop's loop": lambda mapped, x, w: turns(lambda x: turns(lambda x: mapped(x, w) / 8, x + 1, 2), x),
+    "in a loop without order": lambda mapped, x, w: lax.scan(
+        lambda c, w: (c, mapped(x, w)), 0.0, jnp.stack([w, 2 * w, -w, w / 2]), unroll=2
+    ),
+}
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("name", AROUND)
+def test_loops_around_shard_map(name, explicit):
+    """They are left to XLA, which partitions them: a custom call would have all rows gathered on every device."""
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    mesh = jax.make_mesh((SOME,), ("i",), axis_types=(kind,), devices=jax.devices()[:SOME])
+    mapped = jax.shard_map(row_sums, mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i"))
+    fun = lambda x, w: AROUND[name](mapped, x, w)  # noqa: E731
+    flow = df.dynaflow(fun, scheduler=df.strategies.SingleBatchOverlap(), backend="dispatch")
+    x = jax.device_put(jax.random.normal(jax.random.key(0), (8, 16)), NamedSharding(mesh, P("i")))
+    w = jax.device_put(jax.random.normal(jax.random.key(1), (16, 16)) / 4, NamedSharding(mesh, P()))
+    with warnings.catch_warnings(), jax.default_matmul_precision("highest"), jax.set_mesh(mesh):
+        warnings.simplefilter("error", DispatchWarning)
+        lowered = jax.jit(flow).lower(x, w)
+        assert lowered.as_text().count("dynaflow_dispatch") == 1
+        assert "all-gather" not in lowered.compile().as_text()
+        for scale in (1, 2):
+            got, want = jax.jit(flow)(x * scale, w), jax.jit(fun)(x * scale, w)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
 
 
 def test_two_calls_in_one_program():

@@ -22,7 +22,7 @@ Values = list[list[Any]]
 """For each micro-batch, a value for each input or output of its program."""
 
 RunRegion = Callable[[Region, Sequence[Step], Values], Values]
-"""Evaluates a region by its steps; what a loop's body goes through."""
+"""Evaluates a region by its steps; what the body of a loop or ``shard_map`` goes through."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ def call_of(region: Region, step: Step, run_region: RunRegion, shards: int = 1) 
     Args:
       region: the region that the step belongs to.
       step: the step.
-      run_region: how loops' bodies are evaluated.
+      run_region: how the bodies of loops and of ``shard_map`` are evaluated.
       shards: over how many devices the batch is sharded.
     """
     if step.body is not None:
@@ -125,6 +125,13 @@ def _draw_call(region: Region, step: Step, shards: int) -> StepCall:
 
 
 # -- loops and shard_map ---------------------------------------------------------------------------------------------
+
+
+def is_shard_map(region: Region, step: Step) -> bool:
+    """Whether a step is a ``shard_map`` with steps inside."""
+    if step.body is None:
+        return False
+    return region.graph[step.operators[0].key].program.eqns[-1].primitive.name == "shard_map"
 
 
 def _region_call(region: Region, step: Step, run_region: RunRegion) -> StepCall:

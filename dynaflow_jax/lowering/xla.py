@@ -13,7 +13,7 @@ from typing import Any
 from dynaflow_jax.batch.region import Region
 from dynaflow_jax.batch.state import INVARIANT, Invariant
 from dynaflow_jax.lowering.order import can_wait, can_wait_for, hold
-from dynaflow_jax.lowering.steps import RunRegion, Slot, Values, call_of
+from dynaflow_jax.lowering.steps import RunRegion, Slot, Values, call_of, is_shard_map
 from dynaflow_jax.program import outputs_of
 from dynaflow_jax.schedule import Step
 
@@ -28,7 +28,8 @@ def run(
       steps: a plan's steps for this region.
       inputs: what the micro-batches' programs start from.
       shards: over how many devices the batch is sharded.
-      run_region: how the regions inside are evaluated; like this one by default.
+      run_region: how the bodies of ``shard_map`` are evaluated, also of those in loops; like this region by default.
+        Loops around them are always evaluated like it: there, values still belong to several devices.
 
     Returns:
       The outputs of the micro-batches' programs.
@@ -40,9 +41,13 @@ def run(
         env.update(zip(slots, values, strict=True))
         free.update(slot for slot in slots if isinstance(variant.states.get(slot[1], INVARIANT), Invariant))
     order = _Order()
-    run_region = run_region or (lambda region, steps, inputs: run(region, steps, inputs, shards))
+
+    def inside(region: Region, steps: Sequence[Step], inputs: Values) -> Values:
+        return run(region, steps, inputs, shards, run_region)
+
     for step in steps:
-        call = call_of(region, step, run_region, shards)
+        run_body = run_region if run_region is not None and is_shard_map(region, step) else inside
+        call = call_of(region, step, run_body, shards)
         values = [env[slot] for slot in call.reads]
         waited = order.waited(step)
         if waited:
@@ -57,6 +62,17 @@ def run(
         order.done(results)
     programs = [variant.graph.program for variant in region.variants]
     return [outputs_of(program, lambda var, m=m: env[m, var]) for m, program in enumerate(programs)]
+
+
+def holds_shard_map(region: Region, steps: Sequence[Step]) -> bool:
+    """Whether there is a ``shard_map`` among a region's steps, or in a loop among them."""
+    for step in steps:
+        if step.body is None:
+            continue
+        body = region.body(region.graph[step.operators[0].key].index)
+        if is_shard_map(region, step) or holds_shard_map(body, step.body):
+            return True
+    return False
 
 
 class _Order:
