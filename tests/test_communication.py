@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
 from dynaflow_jax.errors import DispatchWarning
-from dynaflow_jax.lowering import builder
+from dynaflow_jax.lowering import builder, dispatch
 from dynaflow_jax.runtime import extension
 from dynaflow_jax.runtime import program as wire
 from dynaflow_jax.runtime.arrivals import releases
-from dynaflow_jax.runtime.work import Exchange
+from dynaflow_jax.runtime.work import Exchange, Partition
 
 pytestmark = [
     pytest.mark.skipif(extension.module is None, reason="the extension was not built"),
@@ -219,6 +219,48 @@ def test_a_loop_over_layers():
     specs = ((P(None, None, "model"), P(None, "model", None)), P())
     run = Strictly(looped, mesh_of(model=SOME), specs, P(), df.strategies.NanoFlow(2), batch_axes=(None, 0))
     run.check(stacked, jax.random.normal(jax.random.key(1), (12, 16)), exact=False)
+
+
+CARRIED = {
+    "a sum": lambda x, t: (x + t, lax.psum(jnp.tanh(x + t), "i")),
+    "a mean": lambda x, t: (jnp.tanh(x + t), lax.pmean(x * t, "i")),
+    "a sum that fades": lambda x, t: (lax.psum(jnp.tanh(x), "i") / 4, t * 0.5),
+    "two that fade in turns": lambda x, t: (t * 0.5, x),
+    "two that change places": lambda x, t: (t, x),
+    "a sum from the start": lambda x, t: (jnp.tanh(x * t), t),
+    "the sum before": lambda x, t: (lax.psum(jnp.sin(x), "i"), x * 0.25),
+}
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_sums_that_a_loop_carries(name, monkeypatch):
+    """Iterations compile to equal modules, however many they are, though expressions pass from one to the next."""
+    modules, real = set(), dispatch.build
+
+    def build(*args):
+        work = real(*args)
+        modules.update(operation.key for operation in work.operations if isinstance(operation, Partition))
+        return work
+
+    monkeypatch.setattr(dispatch, "build", build)
+
+    def fun(length):
+        def iteration(carry, k):
+            with df.mark("layer"):
+                return CARRIED[name](*carry), (lax.psum(k, "i"), carry[1])
+
+        def looped(x):
+            return lax.scan(iteration, (x, lax.psum(x, "i")), jnp.arange(float(length)))
+
+        return looped
+
+    counts = []
+    for length in (6, 12):
+        modules.clear()
+        run = Strictly(fun(length), mesh_of(i=2), P("i"), P("i"), df.strategies.Sequential(), check=False)
+        run.check(jax.random.normal(jax.random.key(0), (4, 8)), exact=False)
+        counts.append(len(modules))
+    assert counts[0] == counts[1]
 
 
 def test_a_collective_inside_an_operator():

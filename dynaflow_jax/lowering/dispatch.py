@@ -374,12 +374,15 @@ class _Steps:
             self.run(body, step.body or (), inner)
             for m, variant in enumerate(body.variants):
                 outs = [_term(builder, atom, m, inner) for atom in variant.graph.program.outvars]
-                carries[m] = outs[:num_carry]
                 avals = [atom.aval for atom in variant.graph.program.outvars]
+                stays = [*_fresh(outs[:num_carry], carries[m]), *(False for _ in outs[num_carry:])]
                 where = Where(step.stream)
-                stacks[m].append(
-                    [builder.in_memory(t, a, str(step), where) for t, a in zip(outs, avals, strict=True)][num_carry:]
-                )
+                kept = [
+                    term if stay else builder.in_memory(term, aval, str(step), where)
+                    for term, aval, stay in zip(outs, avals, stays, strict=True)
+                ]
+                carries[m], ys = kept[:num_carry], kept[num_carry:]
+                stacks[m].append(ys)
         builder.scope = outer
         for m, (op, eqn) in enumerate(zip(ops, eqns, strict=True)):
             rows = stacks[m][::-1] if reverse else stacks[m]
@@ -407,6 +410,17 @@ class _Steps:
             return Expr(stacked.reads, lambda *values: stacked.compute(*values)[i])
         shape, dtype = physical(aval)
         return self.builder.part(stacked, aval, i * int(np.prod(shape, dtype=int)) * dtype.itemsize)
+
+
+def _fresh(carries: Sequence[Term], before: Sequence[Term]) -> list[bool]:
+    """For each carry of a loop, whether the next iteration may take it as it is, an expression too.
+
+    It reads sums in its own kernels then, as layers do that are no loop. But what iterations make of an expression that
+    they were given would grow by a multiplication in each of them, and with it the modules that read it.
+    """
+    given = [term for term in before if isinstance(term, Expr)]
+    read = {term.reads for term in given}
+    return [isinstance(term, int) or term in given or term.reads not in read for term in carries]
 
 
 def _scaled(eqn: Any, env: Mapping[Any, Term]) -> Expr | None:

@@ -261,6 +261,33 @@ def test_layers_of_a_loop(programs):  # noqa: F811
     assert [norm is not None for norm in norms_in(programs)] == [True] * DEPTH
 
 
+def test_sums_that_a_loop_carries(programs):  # noqa: F811
+    """To the next iteration, which adds them to its residual and begins with their norm."""
+
+    def fun(ws, gs, g, x):
+        def layer(carry, given):
+            (x, total), ((w, v), g) = carry, given
+            with df.mark("norm"):
+                x = x + total
+                y = rounded_once(x, g)
+            with df.mark("mlp"):
+                y = jax.nn.silu(y @ w) @ v
+            return (x, lax.psum(y, "i")), None
+
+        x, total = lax.scan(layer, (x, x), (ws, gs))[0]
+        return rounded_once(x + total, g)
+
+    ws, g, x = arguments("float32")
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *ws)
+    specs = (P(None, None, "i"), P(None, "i")), P(), P(), P()
+    run = Strictly(fun, mesh_of(i=2), specs, P(), df.strategies.Sequential(), check=False)
+    args = stacked, jnp.stack([g, 2 * g, 3 * g]), g, x
+    assert_near(run(*args), run.plain(*args), 16)
+    assert [norm is not None for norm in norms_in(programs)] == [True] * DEPTH
+    launched = [c.operator for c in programs[0].commands if c.kind == wire.LAUNCH]
+    assert not [name for name in launched if "scan" in name]
+
+
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("scheduler", [df.strategies.NanoFlow(2), df.strategies.TokenWeave(), None])
 def test_strategies_that_split(scheduler, check):
