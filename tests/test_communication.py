@@ -130,6 +130,33 @@ def test_collectives(name, devices):
         run.check(numbers(8 * devices, 16, seed=seed), exact=name != "pmean")
 
 
+@pytest.mark.parametrize("devices", [1, *DEVICES])
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_gathering_what_is_then_the_same_everywhere(axis, tiled, devices):
+    """Another primitive than the gathering of what may vary."""
+    fun = lambda x: lax.all_gather(x, "i", axis=axis, tiled=tiled, to="invarying")  # noqa: E731
+    run = Strictly(fun, mesh_of(i=devices), P("i"), P())
+    run.check(numbers(2 * devices, 6))
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_collective_that_is_not_dispatched_is_named(marked):
+    def fun(x):
+        sizes = jnp.ones(2, jnp.int32)
+        offsets = jnp.arange(2, dtype=jnp.int32)
+        target = jnp.full(2, lax.axis_index("i"), jnp.int32)
+        if not marked:
+            return lax.ragged_all_to_all(x, x * 0, offsets, sizes, target, sizes, axis_name="i")
+        with df.mark("exchange"):
+            return jnp.sin(lax.ragged_all_to_all(jnp.tanh(x), x * 0, offsets, sizes, target, sizes, axis_name="i"))
+
+    flow = df.dynaflow(fun, scheduler=df.strategies.SingleBatchOverlap(), backend="dispatch")
+    mapped = jax.shard_map(flow, mesh=mesh_of(i=2), in_specs=P("i"), out_specs=P("i"), check_vma=False)
+    with pytest.warns(DispatchWarning, match="communicates by ragged_all_to_all, which is not dispatched"):
+        jax.eval_shape(mapped, numbers(4, 3))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "int32", "uint32", "complex64"])
 def test_dtypes(dtype):
     run = Strictly(

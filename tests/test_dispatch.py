@@ -16,8 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import dynaflow_jax as df
 from dynaflow_jax.errors import DispatchWarning
+from dynaflow_jax.lowering.modules import Module
+from dynaflow_jax.lowering.tasks import Task
 from dynaflow_jax.runtime import cuda, extension, host, private
 from dynaflow_jax.runtime.binder import Binder
+from dynaflow_jax.runtime.work import Where
 
 pytestmark = pytest.mark.skipif(extension.module is None, reason="the extension was not built")
 
@@ -244,6 +247,15 @@ def test_callbacks_are_lowered_to_xla():
     flow = df.dynaflow(calls_back, scheduler=Streams(), batch_axes=(None, 0), backend="dispatch")
     with pytest.warns(DispatchWarning, match="host"):
         close(jax.jit(flow)(WS, X), model(WS, X * 2))
+
+
+def test_an_error_without_a_text_is_named():
+    def fails(*_):
+        raise NotImplementedError
+
+    task = Task("op", Where("compute"), (), (), (), fails)
+    with pytest.raises(df.DynaFlowError, match=r"op cannot be compiled on its own: NotImplementedError\(\)"):
+        Module(task, [], [], (), []).on_host()
 
 
 def test_order_between_streams_is_kept_on_request():

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dynaflow_jax import compat
+from dynaflow_jax import compat, cost
 from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.lowering.builder import Builder
 from dynaflow_jax.lowering.tasks import Entry, Expr, Term
@@ -27,7 +27,7 @@ _REDUCTIONS = {"psum": jnp.add, "psum_invariant": jnp.add, "pmax": jnp.maximum, 
 
 def is_collective(eqn: Any) -> bool:
     """Whether an equation needs the other devices, or one's position among them."""
-    return eqn.primitive.name in _EMIT
+    return eqn.primitive.name in _EMIT or eqn.primitive.name in cost.COLLECTIVES
 
 
 def emit(
@@ -46,6 +46,8 @@ def emit(
     Raises:
       DynaFlowError: if it is of a kind that is not dispatched.
     """
+    if eqn.primitive.name not in _EMIT:
+        raise DynaFlowError(f"{name} communicates by {eqn.primitive.name}, which is not dispatched.")
     if eqn.params.get("axis_index_groups") is not None:
         raise DynaFlowError(f"{name} communicates in groups that are no mesh axes (axis_index_groups).")
     group = _Group(builder, eqn, name, where, after)
@@ -198,6 +200,7 @@ def _axis_index(group: _Group, eqn: Any, operands: Sequence[Term]) -> list[Term]
 _EMIT: dict[str, Callable[[_Group, Any, Sequence[Term]], list[Term]]] = {
     **dict.fromkeys(_REDUCTIONS, _reduce),
     "all_gather": _all_gather,
+    "all_gather_invariant": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "ppermute": _permute,

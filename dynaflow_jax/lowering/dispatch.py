@@ -322,7 +322,7 @@ class _Steps:
 
         for i, eqn in enumerate(program.eqns):
             sources = frozenset[int]().union(*(waits_for.get(v, ()) for v in eqn.invars if not compat.is_literal(v)))
-            if not communication.communicates(eqn) and eqn.primitive.name not in cost.COLLECTIVES:
+            if not communication.communicates(eqn):
                 if pending and sources != waited:
                     flush(i)
                 waited = sources

@@ -67,7 +67,8 @@ class Module:
             # Arguments that a partition does not use stay arguments, so that its signature is what it reads.
             return jax.jit(named, keep_unused=True, donate_argnums=donated).lower(*shapes)
         except Exception as error:
-            raise DynaFlowError(f"{self.task.name} cannot be compiled on its own: {error}") from error
+            why = str(error) or repr(error)  # some say nothing but what they are
+            raise DynaFlowError(f"{self.task.name} cannot be compiled on its own: {why}") from error
 
     @staticmethod
     def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
