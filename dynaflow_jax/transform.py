@@ -476,6 +476,10 @@ class Resolved:
         operands, avals = [], []
 
         def make(job: Job | None) -> Work:
+            if axes := compat.partitioned_axes():
+                raise DynaFlowError(
+                    f"its shard_map leaves the mesh axes {', '.join(axes)} to XLA, to partition it over."
+                )
             mesh = compat.mesh_sizes()
             with compat.no_mesh():
                 work, *rest = dispatch.build_region(
@@ -494,7 +498,8 @@ class Resolved:
 
     def _check_on_one_device(self) -> None:
         """Raises if XLA is to partition the function: it would gather all rows on every device for a custom call."""
-        axes = compat.partitioned_axes()
+        inputs = (var.aval for var in self.splitting.whole.flat.program.invars)
+        axes = compat.partitioned_axes() if self.layout.shards > 1 else dispatch.partitioned_axes(inputs)
         if axes or self.layout.shards > 1:
             over = f"the mesh axes {', '.join(axes)}" if axes else f"{self.layout.shards} devices"
             raise DynaFlowError(f"XLA partitions it over {over}, and a dispatched plan runs inside shard_map only.")

@@ -393,6 +393,28 @@ def test_loops_around_shard_map(name, explicit):
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
 
 
+def test_weights_closed_over_inside_shard_map():
+    """Their type names the mesh as it is outside."""
+    mesh = mesh_of(i=2)
+    w = jax.device_put(numbers(16, 16), NamedSharding(mesh, P()))
+    Strictly(lambda x: lax.psum(x @ w, "i"), mesh, P("i"), P()).check(numbers(8, 16))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("inside", [True, False])
+def test_axes_that_shard_map_leaves_to_xla(inside, size):
+    """XLA partitions what is inside over them, if they have devices."""
+    specs = {"mesh": mesh_of(i=2, j=size), "in_specs": (P("i"), P()), "out_specs": P("i"), "axis_names": {"i"}}
+    options = {"scheduler": df.strategies.SingleBatchOverlap(), "backend": "dispatch"}
+    fun = jax.shard_map(row_sums, **specs)
+    flow = jax.shard_map(df.dynaflow(row_sums, **options), **specs) if inside else df.dynaflow(fun, **options)
+    x, w = jax.random.normal(jax.random.key(0), (8, 16)), jax.random.normal(jax.random.key(1), (16, 16)) / 4
+    with warnings.catch_warnings(record=True) as said, jax.default_matmul_precision("highest"):
+        warnings.simplefilter("always", DispatchWarning)
+        np.testing.assert_allclose(jax.jit(flow)(x, w), jax.jit(fun)(x, w), rtol=2e-5, atol=2e-5)
+    assert [str(warning.message).count("the mesh axes j") for warning in said] == [1] * (size - 1)
+
+
 def test_two_calls_in_one_program():
     """Devices meet in each of them, and do not take one for the other."""
     mesh, ws = mesh_of(model=SOME), layers()

@@ -160,6 +160,23 @@ def test_what_xla_partitions_is_lowered_to_xla():
         jax.jit(flow).lower(WS, X)
 
 
+@pytest.mark.parametrize("spec", [P(), P("data")], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_mesh_that_only_arguments_know_of(devices, kind, spec):
+    """Types do not tell whether what XLA is to partition is sharded or the same on every device."""
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(kind,), devices=jax.devices()[:devices])
+    x, ws = jax.device_put(X, NamedSharding(mesh, spec)), jax.device_put(WS, NamedSharding(mesh, P()))
+    if devices == 1:
+        close(dispatched()(ws, x), model(WS, X))
+        return
+    flow = df.dynaflow(model, scheduler=Streams(), batch_axes=(None, 0), backend="dispatch")
+    with pytest.warns(DispatchWarning, match="over (the mesh axes data|4 devices), and .* inside shard_map only"):
+        compiled = jax.jit(flow).lower(ws, x).compile()
+    assert "all-gather" not in compiled.as_text()
+    close(compiled(ws, x), model(WS, X))
+
+
 class Memory:
     """The host twin's memory: has room for so many more values, or for any number."""
 

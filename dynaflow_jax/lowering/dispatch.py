@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -138,6 +138,23 @@ def build_region(
     common = set.intersection(*({id(value) for value in own} for own in values))
     split = len(values) > 1
     return builder.work([split and id(value) not in common for value in operands]), operands, avals
+
+
+def partitioned_axes(avals: Iterable[Any]) -> tuple[str, ...]:
+    """The mesh axes over which XLA may partition a function of inputs of some types, traced here.
+
+    Those of the mesh in use, or, where there is none, of the mesh that an input is on. (Inside ``shard_map`` that says
+    nothing: a weight that the function closes over is still of the type that it has outside.)
+    """
+    if compat.mesh_sizes():
+        return compat.partitioned_axes()
+    for aval in avals:
+        mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+        if mesh is not None:
+            with jax.sharding.use_abstract_mesh(mesh):
+                if axes := compat.partitioned_axes():
+                    return axes
+    return ()
 
 
 def _term(builder: Builder, atom: Any, m: int, env: Mapping[Slot, Term]) -> Term:
@@ -516,7 +533,9 @@ def call(binder: Binder, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[
     binder.enter()
     operands = [to_bits(x) for x in inputs]
     if binder.work.mesh:
-        operands.append(jax.lax.axis_index(tuple(binder.work.mesh)))
+        # Axes of one device count for nothing, and may be among those that shard_map leaves to XLA.
+        axes = tuple(axis for axis, size in binder.work.mesh.items() if size > 1)
+        operands.append(jax.lax.axis_index(axes) if axes else np.int32(0))
     types = [compat.retyped(aval, *physical(aval)) for aval in outputs]
     aliases = {donor: output for output, donor in binder.work.donors.items()}
     dispatch = jax.ffi.ffi_call("dynaflow_dispatch", types, input_output_aliases=aliases)
