@@ -266,6 +266,31 @@ def test_callbacks_are_lowered_to_xla():
         close(jax.jit(flow)(WS, X), model(WS, X * 2))
 
 
+EMPTY = {
+    "computed": lambda ws, x: jnp.tanh(x[:, :0]),
+    "of weights": lambda ws, x: ws[0][:0] * 2,
+    "of known numbers": lambda ws, x: jnp.zeros((0, 3)),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_values_without_elements_are_lowered_to_xla(name):
+    """The warning says whose they are; those that stay within an operator do not matter."""
+
+    def fun(ws, x):
+        x = model(ws, x)
+        with df.mark("op"):
+            empty = EMPTY[name](ws, x)
+            return x + empty.sum(), empty
+
+    close(dispatched(lambda ws, x: fun(ws, x)[0])(WS, X), model(WS, X))
+    flow = df.dynaflow(fun, scheduler=Streams(), batch_axes=(None, 0), backend="dispatch", out_axes=(0, None))
+    with pytest.warns(
+        DispatchWarning, match="op.* reads or gives a value without elements, float32.*0.*, which has no"
+    ):
+        close(jax.jit(flow)(WS, X), fun(WS, X))
+
+
 def test_an_error_without_a_text_is_named():
     def fails(*_):
         raise NotImplementedError

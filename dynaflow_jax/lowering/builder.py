@@ -249,9 +249,7 @@ class Builder:
         placed = self._placed(joined, donors)
         over = {value: self.inputs[donors[i]] for value, (i, _) in placed.items() if i in donors}
         operations = tuple(self._compiled(operation, placed.keys() | self._lasting, over) for operation in joined)
-        used = {self._base(value) for operation in operations for value in (*operation.reads, *operation.writes)}
-        if not all(self._values[i].size for i in used | kept):
-            raise DynaFlowError("a value without elements has no address.")
+        self._check_elements(operations, kept)
         return Work(
             self.name,
             tuple(self._values),
@@ -264,6 +262,16 @@ class Builder:
             donors,
             frozenset(self._lasting),
         )
+
+    def _check_elements(self, operations: Sequence[Operation], kept: set[int]) -> None:
+        """Raises if a value has no elements, and so no address."""
+        users = [(operation.name, (*operation.reads, *operation.writes)) for operation in operations]
+        for name, values in (*users, ("the function", tuple(kept))):
+            for value in values:
+                if not self._values[self._base(value)].size:
+                    aval = self._avals[value]
+                    of = f"{aval.dtype}{list(aval.shape)}"
+                    raise DynaFlowError(f"{name} reads or gives a value without elements, {of}, which has no address.")
 
     def _donors(self, donated: Sequence[bool]) -> dict[int, int]:
         """From outputs to the donated inputs whose memory they take: each the first of its type that is left."""
