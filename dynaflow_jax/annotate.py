@@ -246,7 +246,7 @@ class Rules:
     def of(rules: Iterable[Rule]) -> Rules:
         """Checks the user's rules."""
         is_one = isinstance(rules, (SplitModule, SplitFunc, str)) or not isinstance(rules, Iterable)
-        entries: Iterable[Any] = (rules,) if is_one else rules
+        entries: list[Any] = [rules] if is_one else [*rules]
         atoms: list[SplitModule | SplitFunc] = []
         sequences: list[tuple[int, ...]] = []
         for rule in entries:
