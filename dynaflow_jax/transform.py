@@ -399,12 +399,6 @@ class Resolved:
         if self._binder is not None:
             self._run_dispatched = functools.partial(self._dispatch, self._binder)
 
-    def _is_shard_map(self, step: Any) -> bool:
-        if step.body is None:
-            return False
-        op = self.region.graph[step.operators[0].key]
-        return op.program.eqns[-1].primitive.name == "shard_map"
-
     def _work(self, where: str, job: Job | None) -> Work:
         """What a dispatched plan consists of."""
         flow, layout = self.flow, self.layout
