@@ -28,8 +28,8 @@ test-integrations: $(addprefix $(VENV)-,$(SYSTEMS)) ## systems of examples/integ
 		JAX_PLATFORMS=cpu $(VENV)-$$s/bin/python -c "import examples.integrations.with_$$s" && \
 		JAX_PLATFORMS=cpu $(VENV)-$$s/bin/python -m pytest tests/integrations -k "[$$s]" $(ARGS) || exit 1; done
 
-test-native:                   ## the executor's C++ tests: plain, and under the address and thread sanitizers
-	xla_ffi/test.sh
+test-native:                   ## the executor's C++ tests; by default plain, and under the address and thread sanitizers
+	xla_ffi/test.sh $(CONFIGS)
 
 test-bazel: $(VENV)/.dev       ## the same targets with Bazel
 	PATH="$(abspath $(VENV))/bin:$$PATH" xla_ffi/bazel/test.sh

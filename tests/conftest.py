@@ -19,8 +19,8 @@ else:
         "print_blob": True,
         "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
     }
-    # Properties say how many cases they want in the profile "ci" and multiply it by this; see test_properties.cases.
-    settings.register_profile("ci", max_examples=100, **_common)
+    # Of these, properties get the share that they ask for; see test_properties.cases.
+    settings.register_profile("ci", max_examples=70, **_common)
     settings.register_profile("long", max_examples=2_000, **_common)
     settings.register_profile("hunt", max_examples=100, phases=[Phase.generate], **_common)
     settings.register_profile("quick", max_examples=20, phases=[Phase.generate], **_common)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::dynaflow_jax.RuleWarning")
 
 
 def cases(count):
-    """So many cases in the profile ``ci``, and in others in proportion."""
+    """So many cases where a profile has 100, and in proportion where it has other numbers."""
     return settings(max_examples=max(1, count * settings.default.max_examples // 100))
 
 
