@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container, Iterable, Sequence
+from typing import Any
 
 from dynaflow_jax.errors import DynaFlowError
 from dynaflow_jax.text import si, table
@@ -140,6 +141,20 @@ class Timeline:
         return self.show()
 
 
+def require_timelines(caller: str, *values: Any) -> None:
+    """Raises if one of these is no timeline.
+
+    Args:
+      caller: the function that takes them, for the message.
+      *values: what it was given.
+    """
+    for value in values:
+        if not isinstance(value, Timeline):
+            raise DynaFlowError(
+                f"{caller} takes timelines, as plan.simulate() and df.profile(...) give them, not {value!r:.60}."
+            )
+
+
 def compare(predicted: Timeline, measured: Timeline) -> str:
     """Two timelines of one plan side by side, as a table: each step, each stream, overlap and bytes.
 
@@ -151,11 +166,7 @@ def compare(predicted: Timeline, measured: Timeline) -> str:
     Raises:
       DynaFlowError: if one is no timeline.
     """
-    for timeline in (predicted, measured):
-        if not isinstance(timeline, Timeline):
-            raise DynaFlowError(
-                f"compare takes timelines, as plan.simulate() and df.profile(...) give them, not {timeline!r:.60}."
-            )
+    require_timelines("compare", predicted, measured)
     titles = (predicted._kind, measured._kind) if predicted.measured != measured.measured else ("first", "second")
     rows: list[tuple[str, ...]] = [
         ("step", "stream", f"{titles[0]} µs", f"{titles[1]} µs", "ratio", "bound", "FLOP", "bytes")

@@ -20,7 +20,7 @@ from dynaflow_jax import cache, compat
 from dynaflow_jax.candidates import AutoDynaFlow, Candidate, Candidates
 from dynaflow_jax.errors import DispatchWarning, DynaFlowError, PlanError
 from dynaflow_jax.plan import Plan
-from dynaflow_jax.strategies.auto import Auto
+from dynaflow_jax.strategies.auto import Auto, checked_budget
 from dynaflow_jax.text import table
 from dynaflow_jax.transform import DynaFlow, dynaflow
 
@@ -139,15 +139,11 @@ def tune(
         raise DynaFlowError(
             f"{flow!r} has its strategy; tune takes functions made with scheduler=df.strategies.Auto()."
         )
-    if budget_s is not None and (
-        isinstance(budget_s, bool) or not isinstance(budget_s, (int, float)) or not budget_s > 0
-    ):
-        raise DynaFlowError(f"budget_s is a number of seconds above zero, not {budget_s!r}.")
+    budget = flow.auto.budget_s if budget_s is None else checked_budget(budget_s)
     call = flow._call(args, kwargs)
     for leaf, name in zip(call.leaves, call.names, strict=True):
         if compat.is_tracer(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
             raise DynaFlowError(f"tune runs the function, so it takes arrays; {name} is {leaf!r:.60}.")
-    budget = flow.auto.budget_s if budget_s is None else budget_s
     candidates = Candidates(flow, call)
     with cache.locked(candidates.key, budget + _LOCK_S):
         entry = None if force else cache.load(candidates.key) or flow.measured.get(candidates.key)

@@ -67,11 +67,9 @@ class Auto:
         self.candidates: tuple[Any, ...] = _defaults() if candidates is None else tuple(candidates)
         if any(isinstance(candidate, (Auto, Switch)) for candidate in self.candidates):
             raise DynaFlowError("Auto chooses between strategies that make one plan: neither Auto nor Switch.")
-        if isinstance(budget_s, bool) or not isinstance(budget_s, (int, float)) or not budget_s > 0:
-            raise DynaFlowError(f"budget_s is a number of seconds above zero, not {budget_s!r}.")
         if type(keep) is not int or keep < 1:
             raise DynaFlowError(f"keep is a positive whole number of candidates, not {keep!r}.")
-        self.budget_s = float(budget_s)
+        self.budget_s = checked_budget(budget_s)
         self.keep = keep
         self.kernels = kernels
         self._without_kernels = self.candidates
@@ -88,6 +86,17 @@ class Auto:
         candidates = "" if self._are_default else repr(list(self.candidates))
         kernels = f"kernels={self.kernels!r}" if self._are_default and self.kernels is not None else ""
         return f"Auto({candidates}{kernels})"
+
+
+def checked_budget(budget_s: Any) -> float:
+    """How many seconds tuning may take.
+
+    Raises:
+      DynaFlowError: if that is no number above zero.
+    """
+    if isinstance(budget_s, bool) or not isinstance(budget_s, (int, float)) or not budget_s > 0:
+        raise DynaFlowError(f"budget_s is a number of seconds above zero, not {budget_s!r}.")
+    return float(budget_s)
 
 
 def _defaults() -> tuple[Any, ...]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dynaflow_jax.errors import DynaFlowError
-from dynaflow_jax.timeline import Event, Timeline, union
+from dynaflow_jax.timeline import Event, Timeline, require_timelines, union
 from dynaflow_jax.visualize.rows import nanoseconds, place
 from dynaflow_jax.visualize.text import plain
 
@@ -28,12 +27,9 @@ def to_perfetto(*timelines: Timeline) -> str:
       DynaFlowError: if one is no timeline.
       ValueError: if an event ends before it starts, at no finite time, or has an unknown bound.
     """
+    require_timelines("to_perfetto", *timelines)
     events: list[dict[str, Any]] = []
     for pid, timeline in enumerate(timelines, 1):
-        if not isinstance(timeline, Timeline):
-            raise DynaFlowError(
-                f"to_perfetto takes timelines, as plan.simulate() and df.profile(...) give them, not {timeline!r:.60}."
-            )
         events += _process(pid, timeline)
     return json.dumps({"displayTimeUnit": "ns", "traceEvents": events}, allow_nan=False)
 
